@@ -4,16 +4,36 @@ What one kernel takes for itself and gives back before it returns is not seen; n
 is what those who follow storages, kernels or lanes are made of.
 """
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
+from functools import cache
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_RESOLVING = threading.Lock()
+
+
+@cache
+def resolve_operators() -> None:
+    """Have torch make the Python objects of all operators (0.2 s), before several threads ask for the same one.
+
+    Those that a mode is given are made when they are first asked for. Torch 2.13 keeps the one that was made last, and
+    remembers the address of the one that was made first: of two threads that ask together one then reads what is freed
+    (SIGSEGV in 1 of 200 runs of four virtual ranks on a busy machine).
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, op = name.partition("::")
+        op, _, overload = op.partition(".")
+        with suppress(AttributeError, RuntimeError):
+            getattr(getattr(getattr(torch.ops, space), op), overload or "default")
 
 
 class OpWatch(TorchDispatchMode, ABC):
@@ -21,6 +41,12 @@ class OpWatch(TorchDispatchMode, ABC):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            with _RESOLVING:
+                resolve_operators()
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

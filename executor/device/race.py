@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device.device import DeviceCopy, Lane
 from executor.device.host_syncs import DeviceSyncCensus
+from executor.device.memory import resolve_operators
 from executor.device.race_clocks import Clock, DeviceRace, DeviceRaceClocks, Span
 from executor.device.race_watch import DeviceReadWatch, OpRaceWatch
 
@@ -63,6 +64,7 @@ class RaceDevice:
         self._lifted: set[int] = set()  # blocks that are the host's
         self._freed: deque[tuple[int, int]] = deque()  # block, who let it go
         self._taken = self._hosts = 0
+        resolve_operators()  # the threads of its streams are watched, too
 
     @property
     def races(self) -> list[DeviceRace]:
@@ -74,7 +76,7 @@ class RaceDevice:
         """This thread's ops are watched from now on, whatever other modes come and go above."""
         if not getattr(self._mine, "watched", False):
             self._mine.watched = True
-            OpRaceWatch(self).__enter__()  # type: ignore[no-untyped-call]
+            OpRaceWatch(self).__enter__()
             DeviceReadWatch(self).__enter__()  # type: ignore[no-untyped-call]
 
     def at(self, op: str) -> None:

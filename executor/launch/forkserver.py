@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from executor.device.memory import resolve_operators
 from executor.runtime.flight import SIGNAL
 from executor.runtime.given import forget, given_name, read_given
 
@@ -182,6 +183,8 @@ class RankServer:
             with suppress(Exception):  # the ranks run into it too, and can say so
                 for number in range(spec["given"]):
                     read_given(Path(folder, given_name(number)))
+            if any(len(ranks) > 1 for ranks in spec["processes"].values()):
+                resolve_operators()  # which threads will ask for
             for key, ranks in spec["processes"].items():
                 self._fork(key, partial(life, spec, ranks))
         forget()

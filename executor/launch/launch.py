@@ -64,7 +64,9 @@ class _Run:
 
     def log(self, rank: int) -> str:
         path = self.folder / f"log-{rank}"
-        return path.read_text(encoding="utf-8", errors="replace")[-2000:] if path.exists() else ""
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        crash = text.rfind("Fatal Python error")  # of its stacks those of the thread that crashed come first
+        return text[-2000:] if crash < 0 else text[crash:][:2000]
 
 
 def launch(

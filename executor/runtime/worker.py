@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -140,23 +139,16 @@ def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
 
 
 def choose_kernels() -> None:
-    """Ask MKL for each function and for products once, before several threads do at the same time.
+    """Ask vector math for each function once, before several threads do at the same time.
 
-    It chooses its kernels when a function is first asked for. A thread that comes amid another's choice is now and
+    MKL chooses its kernels when a function is first asked for. A thread that comes amid another's choice is now and
     then (in 2 of 3,413 processes of eight threads) served by a coarser one, wrong by 1e-10: copies of a parameter part.
-    First products asked for together are known to end in SIGSEGV (github.com/pytorch/executorch/pull/22975).
     """
     for dtype in (torch.float32, torch.float64):
         x = torch.full((64,), 0.5, dtype=dtype)
         for name in ("log", "log10", "log1p", "log2", "exp", "expm1", "sqrt", "rsqrt", "sin", "cos", "tan", "tanh",
                      "asin", "acos", "atan", "sinh", "cosh", "erf", "erfc", "erfinv", "sigmoid", "pow"):  # fmt: skip
             getattr(torch, name)(x, *((x,) if name == "pow" else ()))
-        for size in (4, 64):  # small ones have kernels of their own
-            a = torch.ones(2, size, size, dtype=dtype)
-            for left, right in product((a, a.mT), repeat=2):
-                torch.mm(left[0], right[0])
-                torch.bmm(left, right)
-                torch.mv(left[0], right[0, 0])
 
 
 def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: RankProgress, hub: LocalRanks) -> int:
