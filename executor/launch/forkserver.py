@@ -187,6 +187,7 @@ class RankServer:
                 resolve_operators()  # which threads will ask for
             for key, ranks in spec["processes"].items():
                 self._fork(key, partial(life, spec, ranks))
+            resolve_operators()  # for the ranks of the next launch, while these begin
         forget()
 
     def _fork(self, key: str, life: Callable[[], int]) -> None:
