@@ -4,6 +4,7 @@ PIPER_EXAMPLES=2000 draws that many instead of the few that a quick run takes. -
 Where CI is set, a test that is skipped fails, unless only a machine with a GPU, or one without, could run it.
 """
 
+import gc
 import os
 import re
 import signal
@@ -66,6 +67,16 @@ def _modes() -> tuple[int, int]:
     if (torch := sys.modules.get("torch")) is None:
         return 0, 0
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What lies here once all modules are imported stays: the collector need not go through it behind every test."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,11 +7,12 @@ memory that it cannot read by itself: a list, a microbatch, unless `executor.dev
 
 import threading
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from executor.device.memory import tensors_of
 
 aten = torch.ops.aten
 LIFTED = aten.lift_fresh.default  # every tensor of a list, or of an array of numpy's, goes through it
@@ -47,10 +48,14 @@ class DeviceSyncCensus:
 def shaped_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the host must know values before an op returns."""
     if func in _MASKED or func is aten.index.Tensor:
-        masks = (x for x in tree_leaves(args[1]) if isinstance(x, Tensor))
-        return any(x.dtype in (torch.bool, torch.uint8) for x in masks)
+        return any(x.dtype in (torch.bool, torch.uint8) for x in tensors_of(args[1]))
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return False
+    return _tagged(func)
+
+
+@cache
+def _tagged(func: Any) -> bool:
     return not _SHAPED.isdisjoint(func.tags)
 
 

@@ -62,6 +62,20 @@ class OpWatch(TorchDispatchMode, ABC):
         """What is done in place of a call, and gives its result."""
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Those that an op is given or gives, in a list or as they are: several times as quick as torch's `tree_leaves`.
+
+    >>> x = torch.zeros(1)
+    >>> [len(tensors_of(v)) for v in (x, [x, None], ([x], x), 3, {"a": x})]
+    [1, 1, 2, 0, 1]
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [x for part in value for x in tensors_of(part)]
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)] if isinstance(value, dict) else []
+
+
 def forget_peaks(device: torch.device) -> None:
     """The allocator of a GPU counts anew what it hands out."""
     if device.type == "cuda":
@@ -96,9 +110,8 @@ class MemoryTracker(OpWatch):
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.see(leaf)
+        for tensor in tensors_of(out):
+            self.see(tensor)
         return out
 
     def see(self, tensor: Tensor) -> int:

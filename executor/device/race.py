@@ -175,7 +175,9 @@ class RaceDevice:
             if block is not None and tensor.numel():
                 width = tensor.element_size()
                 low = int(tensor.storage_offset()) * width
-                last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                last = tensor.numel() - 1
+                if not tensor.is_contiguous():
+                    last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
                 yield block, low, low + (last + 1) * width, written
 
     def _block(self, tensor: Tensor, lane: int) -> int | None:

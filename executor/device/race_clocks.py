@@ -66,6 +66,8 @@ class DeviceRaceClocks:
         self.races: list[DeviceRace] = []
         self._clocks: list[Clock] = []
         self._hosts: dict[int, Clock] = {}
+        self._news: dict[int, int] = {}  # of a host: how often it has learnt something
+        self._told: dict[tuple[int, int], int] = {}  # lane, host: of how much of that the lane is behind
         self._unmanaged: set[int] = set()
         self._blocks: dict[int, _Block] = {}
 
@@ -87,6 +89,7 @@ class DeviceRaceClocks:
 
     def known(self, host: int, clock: Clock) -> None:
         """Whatever this host launches from now on is behind all that, on any lane."""
+        self._news[host] = self._news.get(host, 0) + 1
         _join(self._hosts.setdefault(host, {}), clock)
 
     def take(self, key: int, size: int, lane: int) -> None:
@@ -97,9 +100,9 @@ class DeviceRaceClocks:
         """A host lets its lane have it again: what is launched there from now on is behind all that this host knows."""
         block = self._blocks.pop(key)
         if block.taken is not None:
-            clock = dict(self._clocks[block.lane])
-            _join(clock, self._hosts.get(host, {}))
-            self._ask(block, f"free, to {self.names[block.lane]}", clock, [*block.writes, *block.reads])
+            lane, own = self._clocks[block.lane], self._hosts.get(host, {})
+            unknown = [a for a in (*block.writes, *block.reads) if own.get(a.lane, 0) < a.tick]
+            self._ask(block, f"free, to {self.names[block.lane]}", lane, unknown)
 
     def touch(self, lane: int, host: int, what: str, spans: Iterable[Span], *, read_back: bool = False) -> None:
         """An op of a lane. read_back: its host waits for the result."""
@@ -121,7 +124,7 @@ class DeviceRaceClocks:
                 old = [a for a in block.reads if (a.lane, a.low, a.high) != (lane, low, high)]
                 block.reads = [*old, access]
         if read_back:
-            _join(self._hosts.setdefault(host, {}), clock)
+            DeviceRaceClocks.known(self, host, clock)
 
     def _ask(self, block: _Block, what: str, clock: Clock, others: Iterable[_Access]) -> None:
         for a in others:
@@ -134,7 +137,9 @@ class DeviceRaceClocks:
 
     def _launch(self, lane: int, host: int) -> Clock:
         clock = self._clocks[lane]
-        _join(clock, self._hosts.get(host, {}))
+        if (news := self._news.get(host, 0)) != self._told.get((lane, host), 0):
+            self._told[lane, host] = news
+            _join(clock, self._hosts[host])
         clock[lane] = clock.get(lane, 0) + 1
         return clock
 

@@ -1,14 +1,14 @@
 """What each op of a thread reads, writes and waits for, told to a device on which nothing else is known."""
 
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from executor.device.host_syncs import LIFTED, DeviceSyncCensus, copies, shaped_by_values
-from executor.device.memory import OpWatch
+from executor.device.memory import OpWatch, tensors_of
 from ir.core.errors import ErrorKind, PiperError
 
 HOST = torch.device("cpu")
@@ -56,7 +56,7 @@ class OpRaceWatch(OpWatch):
             message = f"{func} on {self.device.place()} touches memory that was given back"
             raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="free it behind the last op that reads it")
         out = func(*args, **kwargs)
-        fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        fresh = tensors_of(out)
         if aliased and not written:
             (self.device.lifted if func is LIFTED else self.device.seen)(read)
             return out
@@ -125,14 +125,18 @@ def _to_host(
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool]:
     """(read, written, whether the result may be a view of an operand), by the op's own signature."""
-    read, written, aliased = list[Tensor](), list[Tensor](), False
-    for k, argument in enumerate(func._schema.arguments):
-        value = args[k] if k < len(args) else kwargs.get(argument.name)
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            written += tensors
-        else:
-            read += tensors
-        aliased |= alias is not None and not alias.is_write
+    read, written = list[Tensor](), list[Tensor]()
+    arguments, aliased = _signature(func)
+    for k, (name, writes) in enumerate(arguments):
+        value = args[k] if k < len(args) else kwargs.get(name)
+        if value is not None:
+            (written if writes else read).extend(tensors_of(value))
     return ([] if func.overloadpacket.__name__ in _READS_SHAPES else read), written, aliased
+
+
+@cache
+def _signature(func: Any) -> tuple[tuple[tuple[str, bool], ...], bool]:
+    """Of each argument its name and whether it is written; whether the result may be a view of one. Slow to ask for."""
+    found = [(a.name, a.alias_info) for a in func._schema.arguments]
+    written = tuple((name, alias is not None and alias.is_write) for name, alias in found)
+    return written, any(alias is not None and not alias.is_write for _, alias in found)

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import gc
 import json
 import re
 import sys
@@ -137,7 +138,21 @@ def _dispatch(parsed: argparse.Namespace) -> int:
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """A command's function; what it imports is heavy, so nothing is imported before it is asked for."""
+    """A command's function. What is imported for it stays, so the collector is let in behind it: a quarter of a short
+    command's time."""
+    collecting, known = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    try:
+        return _imported(name)
+    finally:
+        if len(sys.modules) > known:
+            gc.freeze()
+        if collecting:
+            gc.enable()
+
+
+def _imported(name: str) -> Callable[[argparse.Namespace], int]:
+    """What it imports is heavy, so nothing is imported before it is asked for."""
     match name:
         case "demo":
             from piper_sim.app.commands.demo import main as command

@@ -33,13 +33,16 @@ def cover(
 
     value: what a case is worth that adds so many. wanted: every pair that meets in any case, unless given.
     """
-    rest = {case: pairs(case, names) for case in cases}
-    left = set(wanted) if wanted is not None else set[Any]().union(*rest.values())
-    out: list[C] = []
-    while left and rest:
-        best = max(rest, key=lambda case: value(len(left & rest[case]), case))
-        if not left & rest[best]:
-            break
-        left -= rest.pop(best)
+    bits: dict[Any, int] = {}  # of a pair that is wanted
+    chosen = None if wanted is None else set(wanted)
+    rest = {case: 0 for case in cases}
+    for case in rest:
+        for pair in pairs(case, names):
+            if chosen is None or pair in chosen:
+                rest[case] |= bits.setdefault(pair, 1 << len(bits))
+    left, out = (1 << len(bits)) - 1, list[C]()
+    while left:
+        best = max(rest, key=lambda case: value((left & rest[case]).bit_count(), case))
+        left &= ~rest.pop(best)
         out.append(best)
     return out

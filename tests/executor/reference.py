@@ -31,11 +31,13 @@ def input_grad(stage: Stage, mb: int, *grads: Tensor) -> tuple[Tensor | None, ..
 
 @dataclass(frozen=True)
 class ReferenceSteps:
-    """What a run leaves. losses, grad_norms: one per step, norms before clipping. grads: of the last step."""
+    """What a run leaves. losses, grad_norms: one per step, norms before clipping. grads: of the last step; first: of
+    the first."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
     params: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -112,6 +114,8 @@ def train(
                         sums.add(name, p.grad)
                         p.grad = None
         sums.settle()
+        if step == 0:
+            out.first.update({n: t.detach().clone() for n, t in sums.sums.items()})
         norm = norm_of(square_sums(sums.sums, order))
         out.losses.append(loss)
         out.grad_norms.append(norm)

@@ -118,6 +118,7 @@ class Alone:
     grad_norms: list[float]
     grads: Arrays
     params: Arrays
+    first: Arrays
 
 
 def alone(*sets: str, steps: int = 2) -> Alone:
@@ -178,7 +179,7 @@ def _alone(n: _Numbers, steps: int) -> Alone:
     guide = ExpertRouterGuide(n.forced, balance=config.moe.balance / data.sequences if config.moe else 0.0)
     model = DecoderModel(config, dtype=params, compute=compute, guide=guide)
     found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
-    return Alone(found.losses, found.grad_norms, _arrays(found.grads), _arrays(found.params))
+    return Alone(found.losses, found.grad_norms, *map(_arrays, (found.grads, found.params, found.first)))
 
 
 def _arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
@@ -223,5 +224,5 @@ def error(ran: Ran, one: Alone) -> float:
 def far(*sets: str, steps: int, **options: Any) -> float:
     """How far a run is from one process: gradients of the first step and the last, parameters, losses, norms."""
     ran = run(*sets, steps=steps, watchdog_s=60.0, **options)
-    both = error(ran, alone(*sets, steps=steps)), distance(merged(ran.first), alone(*sets, steps=1).grads)
-    return float(np.max(both))  # NaN stays NaN, and fails
+    one = alone(*sets, steps=steps)
+    return float(np.max([error(ran, one), distance(merged(ran.first), one.first)]))  # NaN stays NaN, and fails

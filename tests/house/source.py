@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,14 @@ class Source:
     @cached_property
     def trees(self) -> Mapping[str, ast.Module]:
         """Module -> its syntax tree, tests too."""
-        return {module_of(path): ast.parse(text) for path, text in self.files.items()}
+        collecting = gc.isenabled()
+        gc.disable()  # a million nodes that stay: the collector would go through them again and again
+        try:
+            return {module_of(path): ast.parse(text) for path, text in self.files.items()}
+        finally:
+            gc.freeze()
+            if collecting:
+                gc.enable()
 
     @cached_property
     def nodes(self) -> Mapping[str, tuple[ast.AST, ...]]:

@@ -69,7 +69,7 @@ def _census(folder: Path, *sets: str, note: bool = False) -> tuple[list[Counter[
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_the_host_waits_where_the_model_says_and_nowhere_else(name: str, tmp_path: Path) -> None:
+def test_nothing_races_and_the_host_waits_where_the_model_says(name: str, tmp_path: Path) -> None:
     found, wanted = _census(tmp_path, *COMPOSITIONS[name])
     assert found == wanted
     assert any(wanted) == ("parallel.ep=2" in COMPOSITIONS[name])

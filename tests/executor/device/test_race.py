@@ -23,14 +23,10 @@ from tests.executor.device.races import PLANS, noted, raced, resumed
 from tests.executor.runs import job_file
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_nothing_races(name: str, tmp_path: Path) -> None:
-    assert raced(tmp_path, *PLANS[name]) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", race_cases.covering(), ids=str)
 def test_nothing_races_whatever_the_plan(case: race_cases.Case, tmp_path: Path) -> None:
+    """That nothing does under PLANS is asked where their hosts wait: test_host_syncs.py."""
     assert raced(tmp_path, *case.sets()) == []
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from executor.autograd.compiled import PartCompiler
 from executor.autograd.inductor import options
@@ -105,6 +104,8 @@ def test_how_wide_vectors_are_is_in_the_cache_s_key(monkeypatch: pytest.MonkeyPa
 
 def _graphs() -> int:
     """What Inductor says it has been given, found in its cache or not."""
+    from torch._dynamo.utils import counters  # a second that no other worker need spend
+
     return sum(n for name, n in counters["inductor"].items() if name in ("fxgraph_cache_hit", "fxgraph_cache_miss"))
 
 

@@ -1,6 +1,7 @@
 """Captured kernels, fused: steps are those of the same model's config, bytes those of Inductor's own kernels."""
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 
 from executor.autograd.compiled import _traced
 from executor.frontend.capture import capture, text
-from executor.frontend.measure import survey, without_values
-from executor.modules.base import example_extra
+from executor.frontend.measure import PartMeasure, survey, without_values
+from executor.modules.base import BuiltChunks, example_extra
 from executor.modules.user.model import UserModel
 from ir.core.work import DType, KernelKind, Work
 from ir.job import load_job
@@ -38,6 +39,7 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {**WIDE, **QWEN3_MOE}),
 }
 LENGTH = 4096
+BATCH = 2, 256
 
 
 def _config(name: str, **changes: int) -> Any:
@@ -117,23 +119,30 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@cache
+def _small(name: str) -> tuple[Mapping[str, PartMeasure], BuiltChunks]:
+    """What `survey` says of a model of one small layer, and the model."""
+    sizes = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=1, num_attention_heads=8)
+    sizes |= dict(num_key_value_heads=4, head_dim=32, n_embd=256, n_layer=1, n_head=8)
+    config = _config(name, **sizes)
+    given: dict[str, Any] = dict(dtype=None, tags={"PP": _layers(name)}, batch=BATCH)
+    with without_values():
+        found = survey(UserModel(lambda: _module(config), **given), *BATCH)
+    return found, UserModel(lambda: _module(config), **given).build(["embed", "l0", "head"])
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("unit", ["l0", "head"])
 def test_bytes_are_those_of_inductor_s_kernels(name: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a fifth, where eager kernels move twice as many; the products' to the byte. Here it compiles for a CPU."""
-    sizes = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=1, num_attention_heads=8)
-    sizes |= dict(num_key_value_heads=4, head_dim=32, n_embd=256, n_layer=1, n_head=8)
-    config, batch = _config(name, **sizes), (2, 256)
-    given: dict[str, Any] = dict(dtype=None, tags={"PP": _layers(name)}, batch=batch)
-    with without_values():
-        found = survey(UserModel(lambda: _module(config), **given), *batch)[unit]
-    built = UserModel(lambda: _module(config), **given).build(["embed", "l0", "head"])
-    ids, names = torch.zeros(batch, dtype=torch.int64), {id(p): n for n, p in built.params.items()}
+    measured, built = _small(name)
+    found, ids = measured[unit], torch.zeros(BATCH, dtype=torch.int64)
+    names = {id(p): n for n, p in built.params.items()}
     weights = {names[id(p)]: p for p in built.units[unit].parameters()}
     extras = [example_extra(want, ids) for want in built.extras.get(unit, ())]
-    graphs = _traced(built.units[unit], weights, [torch.zeros(*batch, 256)], extras).graphs.values()
+    graphs = _traced(built.units[unit], weights, [torch.zeros(*BATCH, 256)], extras).graphs.values()
     wanted = [_inductor(g, monkeypatch) for g in graphs if next(n for n in g.graph.nodes if n.op == "output").args[0]]
     own, libraries = (sum(column) for column in zip(*wanted, strict=True))
     passes = (found.forward, found.input_grad, found.weight_grad)
