@@ -116,7 +116,7 @@ def search(
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
     began, hardware = time.monotonic(), hardware_of(job)
     found = _Search(JobSpace.of(job, hardware, limits.ranges), hardware, began, budget_s, progress)
-    kept = JobJournal(journal, found.space)
+    kept = JobJournal(journal, found.space, limits.launch)
     with JobWorkers(workers, hardware, job.search.memory_limit_GiB, kept, limits.check) as pool:
         return found.run(pool)
 

@@ -17,7 +17,16 @@ from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.cache import PLANS
 from piper_sim.study.inputs import inputs_digest
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, JobCheck, JobRefusal, evaluate, full
+from piper_sim.study.search.evaluate import (
+    BoundedJob,
+    EvaluatedJob,
+    Front,
+    JobCheck,
+    JobRefusal,
+    beaten,
+    evaluate,
+    full,
+)
 from piper_sim.study.search.space import JobSpace
 from piper_sim.study.simulate import Object
 
@@ -29,16 +38,17 @@ class JobJournal:
 
     A line is written whole and at once. What a kill leaves of the last one is dropped.
 
-    A journal is of what its simulations were made from: what the job says, what its files hold, this program.
+    A journal is of what its simulations were made from: what the job says, what its files hold, this program; and of
+    whose launch they were asked to be.
 
     Raises PiperError (usage): the file is of another space, or no journal; (io): it cannot be written.
     """
 
-    def __init__(self, path: str, space: JobSpace) -> None:
+    def __init__(self, path: str, space: JobSpace, launch: str = "") -> None:
         self.path, self.known = path, dict[str, EvaluatedJob]()
         if not path:
             return
-        said = [space.values, space.schedules, space.job.search.memory_limit_GiB]
+        said = [space.values, space.schedules, space.job.search.memory_limit_GiB, launch]
         digest = hashlib.sha256(json.dumps([inputs_digest(space.own), said], default=str).encode()).hexdigest()
         head = json.dumps({"schema_version": 1, "space": digest}) + "\n"
         try:
@@ -69,13 +79,19 @@ class JobJournal:
 
     def add(self, one: BoundedJob, found: EvaluatedJob) -> None:
         """Keep one more."""
-        if self.path and self.of(one) is None:
+        if self.path and self.known.get(_key(one)) != found:
             with Path(self.path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"changes": _key(one), "found": asdict(found)}) + "\n")
 
-    def of(self, one: BoundedJob) -> EvaluatedJob | None:
-        """What is known of one."""
-        return self.known.get(_key(one))
+    def of(self, one: BoundedJob, front: Front) -> EvaluatedJob | None:
+        """What is known of one. Whose allocators were not asked, as it was beaten, is known only while it is: another
+        seed, or a slower machine, comes to it before what beat it.
+        """
+        found = self.known.get(_key(one))
+        if found is None or found.kind is not None or found.device_bytes is not None:
+            return found
+        assert found.iteration_s is not None and found.least_bytes is not None
+        return found if beaten(found.iteration_s, found.least_bytes, front) else None
 
 
 def _key(one: BoundedJob) -> str:
@@ -135,7 +151,7 @@ class JobWorkers:
                 return
             one, result, future = waiting.popleft()
             if wanted(one):
-                found = self.journal.of(one) or result()
+                found = self.journal.of(one, front()) or result()
                 self.journal.add(one, found)
                 yield one, found
             else:
@@ -158,7 +174,7 @@ class JobWorkers:
                 self.pool = None
                 return here()
 
-        if self.pool is None or self.journal.of(one) is not None:
+        if self.pool is None or self.journal.of(one, front()) is not None:
             return here, None
         try:
             future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()), self.check)

@@ -132,6 +132,16 @@ def test_what_wins_can_be_said_by_the_framework_that_is_named(cli: Any, tmp_path
     assert any(r["kind"] == "illegal" and "megatron cannot say" in r["reason"] for r in found["rejected"])
 
 
+def test_a_journal_of_what_any_launch_may_be_is_none_of_one_framework_s(cli: Any, tmp_path: Path) -> None:
+    ways = {"name": ["1f1b", "zbv"], "stages_per_rank": [1, 2], "ep": [1], "layers": ["even"], "recompute": ["none"]}
+    more = {"search": SAYS["search"] | ways | {"dp_replicate": [1], "pin": ["etp"]}}
+    kept = ("--journal", str(tmp_path / "kept.jsonl"))
+    path = write(tmp_path / "job.toml", SAYS | more)
+    assert cli("search", path, *kept).code == 0
+    again = cli("search", path, *kept, "--to", "megatron")
+    assert again.code == 2 and again.error["key"] == "--journal"
+
+
 @pytest.mark.parametrize(
     ("to", "pp", "zero"),
     [("megatron-bridge", 2, 1), ("primus", 2, 1), ("torchtitan", 2, 2), ("automodel", 2, 0), ("accelerate", 1, 1)],

@@ -198,6 +198,20 @@ def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monk
         search(small(hbm_GiB=40.0), journal=str(path))
 
 
+def test_what_was_beaten_in_another_order_is_asked_for_its_allocators(tmp_path: Path) -> None:
+    """Another seed, or a slower machine, comes to it before what beat it: here nothing in the journal was asked."""
+    path, whole = tmp_path / "kept.jsonl", search(small())
+    search(small(), journal=str(path))
+    head, *rows = path.read_text().splitlines()
+    for row in (kept := [json.loads(r) for r in rows]):
+        if row["found"]["kind"] is None:
+            row["found"]["device_bytes"] = None
+    path.write_text("\n".join([head, *map(json.dumps, kept)]) + "\n")
+    for _ in range(2):  # by what the journal held, then by what it has learned
+        found = search(small(), journal=str(path))
+        assert (found.best, found.pareto, found.evaluated) == (whole.best, whole.pareto, whole.evaluated)
+
+
 def test_a_journal_is_of_what_files_held_and_of_this_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's own config, an order's table: changed where they lie, nothing that was found of them is taken."""
     config = json.loads((Path(__file__).parents[4] / "ir/workload/config/presets/tiny-llama.json").read_text())
@@ -231,7 +245,7 @@ def test_a_file_that_is_no_journal_of_this_space_is_left_as_it_is(text: str, tmp
 
 def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
     def dies(self: JobJournal, one: BoundedJob, found: EvaluatedJob) -> None:
-        new = self.of(one) is None
+        new = json.dumps(one.changes, sort_keys=True) not in self.known
         add(self, one, found)
         if new and r.random() < 0.7:
             raise KeyboardInterrupt
@@ -342,3 +356,16 @@ def test_a_job_that_recomputes_some_layers_is_searched_beside_all_and_none() -> 
     found = {(str(x.schedule.recompute), x.schedule.recompute_layers) for x in (space.job_of(c) for c in space)}
     assert ("('mlp', 'attention')", 1) in found and {r for r, n in found if n is None} >= {"none", "full"}
     assert search(job, budget_s=60.0).proven
+
+
+def test_another_recompute_says_that_the_job_s_layers_are_left_out() -> None:
+    model = {"config": "tiny-llama", "num_hidden_layers": 4, "seq_len": 64}
+    schedule = {"name": "1f1b", "microbatches": 4, "recompute": "full", "recompute_layers": "1::2"}
+    lists = {"tp": [1], "pp": [2], "zero": [1], "recompute": ["none", "full", ["norm"]], "pin": ["name"]}
+    found = search(load_job({"model": model, "parallel": {"pp": 2}, "schedule": schedule, "search": lists}))
+    assert {"none", ("norm",)} & {p["changes"].get("schedule.recompute") for p in found.pareto}
+    for p in found.pareto:
+        new = {k.split(".")[1]: v for k, v in p["changes"].items() if k.startswith("schedule.")}
+        said = {k: v for k, v in (schedule | new).items() if v is not None}
+        by_hand = load_job({"model": model, "parallel": {"pp": 2}, "schedule": said})
+        assert predict(by_hand).iteration_s == p["iteration_s"]
