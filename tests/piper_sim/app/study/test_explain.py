@@ -22,6 +22,11 @@ def test_its_object_and_what_people_read(cli: Any, job: Any) -> None:
         assert word in text, word
 
 
+def test_keys_that_a_what_if_leaves_out_are_told(cli: Any, job: Any) -> None:
+    text = cli("explain", job(), "--set", "cluster.slow_nodes={share = 0.1}", as_json=False).out
+    assert "without cluster.slow_nodes" in " ".join(text.split())
+
+
 def test_two_jobs_differ_by_causes_that_sum_to_the_difference(cli: Any, job: Any) -> None:
     a, b = job("a.toml", schedule={"name": "gpipe"}), job("b.toml")
     steps = [cli("simulate", p).json["iteration_s"] for p in (a, b)]
