@@ -97,11 +97,11 @@ def print_rows(found: Comparison, title: str) -> None:
 
 def _answers(found: Comparison, name: str) -> list[Answer]:
     """What wins, why, does it fit."""
-    row, (says, _, cause) = found.rows[0], found.why.partition(" because of ")
+    row, (says, _, price) = found.rows[0], found.why.partition("; its price is ")
     if not row["fits"]:
         return [("What wins?", "Nothing fits", found.why, "bad")]
     step = f"{duration(row['iteration_s'])} a step, {row['mfu']:.1%} of the model FLOPs"
-    why, _, price = cause.partition("; its price is ")
+    says, _, why = says.partition(" because of ")
     by = says.partition(": it ")[2] or "the only one predicted"
     out = [("What wins?", name, step, "good"), ("By how much?", by, "of those below the timeline", "")]
     if why:

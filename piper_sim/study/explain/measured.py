@@ -42,7 +42,7 @@ def explain_traces(traces: Sequence[Trace]) -> StepExplanation:
 
 
 def refuse_others(traces: Sequence[Trace], plan: Plan) -> None:
-    """Raises PiperError (usage): a rank computed other ops than each of the plan's programs. Kineto names them coarser."""
+    """Raises PiperError (usage): a rank computed other ops than each program of the plan; Kineto names them coarser."""
     planned, ran = defaultdict[int, set[str]](set), defaultdict[int, set[str]](set)
     for program, kind, op in zip(plan.program.tolist(), plan.kind.tolist(), plan.texts, strict=True):
         if kind == OpKind.COMPUTE:

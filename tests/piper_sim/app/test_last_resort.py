@@ -25,6 +25,17 @@ def test_an_unforeseen_exception_is_one_object_and_no_traceback(
     assert "Traceback" in cli("simulate", path, as_json=False).err
 
 
+def test_what_is_interrupted_ends_in_one_object(cli: Any, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("piper_sim.app.cli._dispatch", stop)
+    found = cli("simulate", job())
+    assert (found.code, found.error["message"]) == (130, "interrupted")
+    text = cli("simulate", job(), as_json=False)
+    assert (text.code, text.out, text.err) == (130, "", "interrupted\n")
+
+
 def test_markup_and_escapes_in_a_name_are_text(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
     table.add_column("[red]a")
