@@ -76,8 +76,8 @@ def print_explanation(found: StepExplanation) -> None:
     _table("what if (each simulated)", ("what if", "changes", "step", "gain", ""), what)
     if found.difference is not None:
         rows = [(k, _signed(v)) for k, v in found.difference.items()]
-        total = sum(found.difference.values())
-        _table(f"{found.second} takes {_signed(total)}", ("cause", "seconds"), rows)
+        title = f"{found.second} takes {_signed(sum(found.difference.values()))}"
+        _table(title, ("cause", "seconds"), rows or [("nothing", _signed(0.0))])
     if found.reason is not None:
         print(f"does not fit: {found.reason}")
 

@@ -40,6 +40,13 @@ def test_what_does_not_fit_is_explained_and_exits_3(cli: Any, job: Any) -> None:
     assert found.code == 3 and found.json["fits"] is False and "GiB" in found.json["reason"] and found.json["causes"]
 
 
+def test_a_second_job_that_does_not_fit_exits_3(cli: Any, job: Any) -> None:
+    a, b = job("a.toml"), job("b.toml", cluster={"hbm_GiB": 2.5})
+    found = cli("explain", a, b)
+    assert found.code == 3 and found.json["fits"] is False and found.json["reason"].startswith(f"{b}: rank")
+    assert "the second job's step takes +0 s" in cli("explain", a, b, as_json=False).out
+
+
 def test_what_is_asked_wrongly(cli: Any, job: Any, tmp_path: Any) -> None:
     for args in ((), (job(), job(), "--trace", "t.tsv"), (job(), "--set", 'costs.free=["dinner"]'), ("nope.toml",)):
         assert cli("explain", *args).code == 2, args
