@@ -125,11 +125,13 @@ def _copies(p: Prediction) -> int:
 
 def _free(p: Prediction) -> Iterator[tuple[str, str]]:
     sizes = p.prepared.mesh.sizes
-    if p.prepared.config.moe is not None and sizes.get("ep", 1) > 1:
+    # Seconds given for whole stages have in them what ranks exchange there: freed, the rest would only take them over.
+    given = bool((p.prepared.job.costs.stage_times or {}).keys() - {"p2p"})
+    if p.prepared.config.moe is not None and sizes.get("ep", 1) > 1 and not given:
         yield "all-to-all free", "all_to_all"
     if sizes["pp"] > 1:
         yield "transfers free", "p2p"
-    if p.prepared.ranks > sizes["pp"]:
+    if p.prepared.ranks > sizes["pp"] and not given:
         yield "other collectives free", "collective"
     yield "host free", "host"
 
