@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -110,6 +112,16 @@ def loaded() -> None:
     PLANS.most = KEPT_OPS
 
 
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """A process begun in here never sees it, though a terminal sends it to all: who searches hears and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class JobWorkers:
     """Evaluates jobs, ahead of being asked where there are several processes. limit_GiB: of device bytes on a rank.
 
@@ -177,7 +189,8 @@ class JobWorkers:
         if self.pool is None or self.journal.of(one, front()) is not None:
             return here, None
         try:
-            future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()), self.check)
+            with _without_ctrl_c():
+                future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()), self.check)
         except BrokenExecutor:
             return here, None
         return there, future

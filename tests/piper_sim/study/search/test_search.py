@@ -1,8 +1,11 @@
 """Search against enumeration: the same winner, the same front, bounds that hold, reasons that are true."""
 
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from itertools import count
@@ -196,6 +199,23 @@ def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monk
     assert path.read_bytes().count(b"\n") == 1 + found.evaluated
     with pytest.raises(PiperError, match="of another job"):
         search(small(hbm_GiB=40.0), journal=str(path))
+
+
+def test_ctrl_c_reaches_the_process_that_searches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to all: here to the first worker, as soon as there is one, which goes on."""
+    workers, submit = list[Any](), ProcessPoolExecutor.submit
+
+    def disturbed(pool: ProcessPoolExecutor, *args: Any) -> Any:
+        found = submit(pool, *args)
+        if not workers:
+            workers.extend(pool._processes.values())
+            os.kill(workers[0].pid, signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", disturbed)
+    search(small(), workers=2)
+    workers[0].join()
+    assert workers[0].exitcode == 0
 
 
 def test_what_was_beaten_in_another_order_is_asked_for_its_allocators(tmp_path: Path) -> None:
