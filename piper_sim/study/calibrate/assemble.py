@@ -111,6 +111,15 @@ def total(parts: Sequence[tuple[MeasuredCost, int]]) -> MeasuredCost:
     return MeasuredCost(seconds, spread, min(m.count for m, _ in parts))
 
 
+def machine_of(seen: Sequence[tuple[str, int]], key: str) -> ProfileMachine:
+    """Of what files say: (GPU, how many), "" where one does not. Raises PiperError (job): of several kinds."""
+    gpus = sorted({gpu for gpu, _ in seen if gpu})
+    if len(gpus) > 1:
+        message, fix = f"files of {' and of '.join(gpus)}", "a profile for each"
+        raise PiperError(ErrorKind.JOB, message, key=key, allowed="one kind of GPU", suggestion=fix)
+    return ProfileMachine.elsewhere("".join(gpus), max(n for _, n in seen) if gpus else 0)
+
+
 def laid_over(new: Profile, base: Profile, key: str, file: str | None = None) -> Profile:
     """A profile with what a new one has in place of its own; its machine is the one that more is known of.
 

@@ -115,4 +115,6 @@ def test_a_profile_of_another_gpu_is_not_laid_under(cli: Any, job: Any, tmp_path
     other = cli("calibrate", path, *onto_a, "--out", tmp_path / "c")
     assert (other.code, other.error["key"]) == (2, "--onto") and "A100" in other.error["message"]
     assert "H100" in other.error["suggestion"] and not (tmp_path / "c").exists()
+    two = cli("calibrate", path, "--from-nccl-tests", nccl, tmp_path / "a100.txt")
+    assert (two.code, two.error["key"]) == (2, "--from-nccl-tests") and "A100" in two.error["message"]
     assert cli("calibrate", path, *onto_b).json["fingerprint"].startswith("NVIDIA H100"), "pairs say of no device"
