@@ -85,6 +85,8 @@ def print_rows(found: Comparison, title: str) -> None:
     for line in dict.fromkeys(essentials(p) for p in found.predictions if p is not None):
         print(line)
     timed = [r for r in found.rows if r["iteration_s"] is not None]
+    if not timed:
+        return
     levels = {(r["host_model"], r["interference_level"]) for r in timed}
     how = ", ".join(f"host {host}, interference {level}" for host, level in sorted(levels))
     for r in timed:

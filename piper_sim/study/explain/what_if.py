@@ -78,8 +78,9 @@ def what_ifs(job: Job, p: Prediction, progress: Progress = nullcontext) -> tuple
 def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
     """(name, changes) of what applies to a job."""
     ranks = p.prepared.ranks
-    if any(s < 1 for s in job.cluster.speed.values()):
-        yield "no straggler", {"cluster.speed": {}}
+    quick = {rank: s for rank, s in job.cluster.speed.items() if s >= 1}
+    if quick != job.cluster.speed:
+        yield "no straggler", {"cluster.speed": quick}
     if job.cluster.slow_nodes is not None:
         yield "no slow nodes", {"cluster.slow_nodes": None}
     if job.routing.kind != "balanced":

@@ -38,6 +38,11 @@ def test_equal_steps_are_not_told_as_a_gain(cli: Any, job: Any) -> None:
     )
 
 
+def test_seconds_that_nobody_has_are_not_told_of(cli: Any, job: Any) -> None:
+    found = cli("compare", job(), "--schedules", "dualpipe", "--set", "parallel.layers=[4]", as_json=False)
+    assert found.code == 0 and "No schedule fits." in found.out and "Step times" not in found.out
+
+
 def test_the_job_s_stages_per_rank_count_where_they_are_legal(cli: Any, job: Any) -> None:
     path = job(model={"num_hidden_layers": 8}, schedule={"name": "interleaved-1f1b", "stages_per_rank": 4})
     found = {r["schedule"]: r["stages_per_rank"] for r in rows(cli, path)}

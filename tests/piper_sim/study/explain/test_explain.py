@@ -99,6 +99,12 @@ def test_a_what_if_is_what_simulate_says_with_those_changes() -> None:
     assert predict(changed(job, {})).iteration_s == found.iteration_s
 
 
+def test_ranks_faster_than_the_rest_stay_so_without_a_straggler() -> None:
+    found = {w.name: w for w in explain(job_from(_job(cluster={"speed": {"2": 0.5, "1": 1.25}}))).what_ifs}
+    assert found["no straggler"].changes == {"cluster.speed": {"1": 1.25}}
+    assert "no straggler" not in {w.name for w in explain(job_from(_job(cluster={"speed": {"1": 1.25}}))).what_ifs}
+
+
 def test_what_given_stage_times_have_in_them_is_not_asked_to_be_free() -> None:
     moe = _job(
         model={"config": "tiny-moe"}, parallel={"pp": 2, "tp": 2, "dp": 2, "ep": 2}, cluster={"speed": {"0": 0.5}}
