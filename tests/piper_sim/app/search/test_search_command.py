@@ -101,8 +101,11 @@ def test_a_global_batch_is_microbatches_said_otherwise(cli: Any, tiny: str) -> N
     given = cli("simulate", tiny).json
     counted = cli("simulate", tiny, "--set=schedule.microbatches=4").json
     assert given == counted and given["job_digest"] == counted["job_digest"]
-    both = cli("simulate", tiny, "--set=schedule.microbatches=4", "--set=schedule.global_batch=6")
-    assert both.code == 2 and both.error["suggestion"] == "global_batch = 8"
+    odd = cli("simulate", tiny, "--set=schedule.global_batch=6")
+    assert odd.code == 2 and odd.error["suggestion"] == "global_batch = 8"
+    for first, last in (("microbatches=4", "global_batch=8"), ("global_batch=8", "microbatches=4")):
+        both = cli("simulate", tiny, f"--set=schedule.{first}", f"--set=schedule.{last}")
+        assert both.code == 2 and "both given" in both.error["message"], "neither is dropped without a word"
 
 
 SAYS: dict[str, Any] = {
