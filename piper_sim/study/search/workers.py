@@ -9,7 +9,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -197,6 +197,7 @@ class JobWorkers:
 
     def full(self, asked: list[BoundedJob]) -> list[Object]:
         """`simulate`'s objects, and what each changes."""
-        if self.pool is None or len(asked) < 2:
-            return [full(one.changes, one.job) for one in asked]
-        return [f.result() for f in [self.pool.submit(full, one.changes, one.job) for one in asked]]
+        if self.pool is not None and len(asked) > 1:
+            with suppress(BrokenExecutor):  # a process died: this one does its work
+                return [f.result() for f in [self.pool.submit(full, one.changes, one.job) for one in asked]]
+        return [full(one.changes, one.job) for one in asked]

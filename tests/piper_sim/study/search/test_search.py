@@ -23,7 +23,7 @@ from piper_sim.study import inputs
 from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal
+from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, full
 from piper_sim.study.search.search import front
 from piper_sim.study.search.space import JobSpace, replaced
 from piper_sim.study.search.workers import JobJournal
@@ -216,6 +216,20 @@ def test_ctrl_c_reaches_the_process_that_searches_alone(monkeypatch: pytest.Monk
     search(small(), workers=2)
     workers[0].join()
     assert workers[0].exitcode == 0
+
+
+def test_workers_that_die_at_the_very_end_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small(microbatch_size=[1, 2])
+    submit, whole = ProcessPoolExecutor.submit, search(job)
+
+    def dying(pool: ProcessPoolExecutor, what: Any, *args: Any) -> Any:
+        found = submit(pool, what, *args)
+        for p in list(pool._processes.values()) if what is full else ():
+            os.kill(p.pid or 0, signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", dying)
+    assert len(whole.pareto) > 1 and search(job, workers=2).pareto == whole.pareto
 
 
 def test_what_was_beaten_in_another_order_is_asked_for_its_allocators(tmp_path: Path) -> None:
