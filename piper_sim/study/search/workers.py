@@ -54,6 +54,8 @@ class JobJournal:
         digest = hashlib.sha256(json.dumps([inputs_digest(space.own), said], default=str).encode()).hexdigest()
         head = json.dumps({"schema_version": 1, "space": digest}) + "\n"
         try:
+            if Path(path).exists() and not Path(path).is_file():  # a device may never end
+                raise OSError("not a regular file")
             with Path(path).open("a+", encoding="utf-8") as file:
                 file.seek(0)
                 text = file.read()
@@ -80,10 +82,13 @@ class JobJournal:
             raise PiperError(ErrorKind.USAGE, message, file=self.path, key="--journal", suggestion=fix)
 
     def add(self, one: BoundedJob, found: EvaluatedJob) -> None:
-        """Keep one more."""
+        """Keep one more. Raises PiperError (io): it cannot be written."""
         if self.path and self.known.get(_key(one)) != found:
-            with Path(self.path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"changes": _key(one), "found": asdict(found)}) + "\n")
+            try:
+                with Path(self.path).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"changes": _key(one), "found": asdict(found)}) + "\n")
+            except OSError as e:
+                raise PiperError(ErrorKind.IO, str(e), file=self.path, key="--journal") from None
 
     def of(self, one: BoundedJob, front: Front) -> EvaluatedJob | None:
         """What is known of one. Whose allocators were not asked, as it was beaten, is known only while it is: another

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job, load_job
 from ir.job.load import KEYS
 from piper_sim.pricing.prepare import hardware_of
@@ -275,6 +276,20 @@ def test_a_file_that_is_no_journal_of_this_space_is_left_as_it_is(text: str, tmp
     with pytest.raises(PiperError, match="of another job"):
         search(small(), journal=str(path))
     assert path.read_text() == text
+
+
+def test_a_journal_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PiperError, match="not a regular file"):
+        search(small(), journal=str(tmp_path / "pipe"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(PiperError) as full_disk:
+            search(small(), journal=str(tmp_path / "kept.jsonl"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (full_disk.value.kind, full_disk.value.key) == (ErrorKind.IO, "--journal")
 
 
 def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
