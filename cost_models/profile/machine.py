@@ -43,6 +43,11 @@ class ProfileMachine:
         return cls("", 0, gpu, gpus, versions or {}, _now())
 
     @property
+    def device(self) -> str:
+        """What computed, where it is known: the GPU, else the processor."""
+        return self.gpu or self.cpu
+
+    @property
     def fingerprint(self) -> str:
         """One line that is equal on equal machines; the date is not in it.
 

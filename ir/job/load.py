@@ -15,7 +15,7 @@ from ir.schedules.registry import canonical
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
 _ALTERNATIVES = ("name", "directives", "builder", "csv")  # of [schedule]
-_BATCHES = {"microbatches": "global_batch", "global_batch": "microbatches"}
+_BATCHES = ("microbatches", "global_batch")
 _SPEED = (1e-3, 1e3)
 
 
@@ -42,14 +42,13 @@ def job_from(table: Mapping[str, Any], sets: Iterable[str] = (), file: str = "jo
     merged: dict[str, Any] = deepcopy(dict(table))
     named: set[str] = set()
     for item in sets:
-        keys = _set(merged, item)
-        if keys[0] == "schedule" and keys[1] in _ALTERNATIVES:
-            named.add(keys[1])
-        elif keys[0] == "schedule" and keys[1] in _BATCHES:  # one instead of the file's other
-            merged["schedule"].pop(_BATCHES[keys[1]], None)
-    if named:  # --set schedule.csv=… is meant instead of the file's schedule.name
-        for key in set(_ALTERNATIVES) - named:
-            merged["schedule"].pop(key, None)
+        section, key, *_ = _set(merged, item)
+        if section == "schedule":
+            named.add(key)
+    for one_of in map(set, (_ALTERNATIVES, _BATCHES)):
+        if named & one_of:  # --set schedule.csv=… is meant instead of the file's schedule.name; two of them are refused
+            for key in one_of - named:
+                merged["schedule"].pop(key, None)
     with FORM.naming(file):
         return _job(merged, file)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from typing import Any
 
 from ir.job.schema import OPEN, SECTIONS, Job
@@ -27,7 +27,7 @@ def table_of(job: Job) -> dict[str, dict[str, Any]]:
     out = {}
     for name in SECTIONS:
         section = getattr(job, name)
-        given = {key: getattr(section, key) for key in keys_of(name)}
+        given = {key: _plain(getattr(section, key)) for key in keys_of(name)}
         out[name] = {k: v for k, v in given.items() if v is not None} | dict(getattr(section, "overrides", {}))
     return out
 
@@ -61,7 +61,7 @@ def job_toml(job: Job) -> str:
     for name in SECTIONS:
         section = getattr(job, name)
         own = ((f, getattr(section, f.name)) for f in fields(section) if f.name != "overrides")
-        given = {f.name: value for f, value in own if value != _default(f)}
+        given = {f.name: _plain(value) for f, value in own if value != _default(f)}
         tables[name] = given | (section.overrides if name in OPEN else {})
     return toml_sections(tables)
 
@@ -79,6 +79,11 @@ def toml_sections(tables: Mapping[str, Mapping[str, Any]]) -> str:
         for name, table in tables.items()
         if table
     )
+
+
+def _plain(value: Any) -> Any:
+    """A table that a section holds, as `cluster.slow_nodes`, is one of ours once it is read."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _default(f: Field[Any]) -> object:

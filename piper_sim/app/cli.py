@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(PiperError(ErrorKind.IO, f"cannot write to stdout: {e.strerror}", key="stdout"), False)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        if as_json:
+            _report(PiperError(ErrorKind.USAGE, "interrupted", key="SIGINT"), True)
         return 130
     except Exception as e:  # nothing that a command meets may end in a traceback
         return _report(unexpected(e, args), as_json)

@@ -4,7 +4,7 @@ import argparse
 
 from ir.core.errors import ErrorKind, PiperError
 from piper_sim.app.commands.output import print_json, refuse_existing, write
-from piper_sim.study.history.logs import read_log
+from piper_sim.study.history.logs import LOG, read_log
 from piper_sim.study.history.table import parse_runs
 
 FILE = "past_runs.csv"
@@ -23,7 +23,8 @@ def main(args: argparse.Namespace) -> int:
     rows, table = list[dict[str, object]](), [", ".join([*columns, "iteration_s", "peak_allocated_GiB", "note"])]
     for path in args.logs:
         found = read_log(path)
-        seconds, steps = found.usual(args.skip)
+        with LOG.naming(path):
+            seconds, steps = found.usual(args.skip)
         peak = "" if found.peak_GiB is None else f"{found.peak_GiB:.4g}"
         note = f"{found.framework} {steps} steps"
         table.append(", ".join([*(value for _, _, value in keys), f"{seconds:.6g}", peak, note]))

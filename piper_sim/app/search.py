@@ -50,7 +50,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _limits(job: Job, framework: str) -> JobLimits:
     """What a launch can say: ranges; and each configuration that would count, written and read back."""
-    return JobLimits(ranges_of(job, framework), partial(_said_by, framework=framework, hardware=hardware_of(job)))
+    check = partial(_said_by, framework=framework, hardware=hardware_of(job))
+    return JobLimits(ranges_of(job, framework), check, framework)
 
 
 def _said_by(p: PreparedJob, framework: str, hardware: DeviceHardware) -> None:

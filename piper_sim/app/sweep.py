@@ -84,6 +84,9 @@ def _grid(tries: Sequence[str]) -> list[dict[str, Any]]:
     values: dict[str, list[Any]] = {}
     for text in tries:
         key, equals, listed = text.partition("=")
+        if key.strip() in values:
+            message, fix = f"{key.strip()} is given twice", f"--try '{key.strip()}=[…]' with all of its values"
+            raise PiperError(ErrorKind.USAGE, message, key="--try", suggestion=fix)
         with suppress(tomllib.TOMLDecodeError, RecursionError):
             values[key.strip()] = tomllib.loads(f"v = {listed}")["v"]
         found = values.get(key.strip())

@@ -13,7 +13,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
-from piper_sim.report.units import GIB
+from piper_sim.report.units import GIB, duration
 from piper_sim.study.history import PredictionBacktest, applied, backtest
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
@@ -175,15 +175,18 @@ def why(rows: Sequence[Object]) -> str:
     gain = rival["iteration_s"] - best["iteration_s"]
     a, b = _mean(best), _mean(rival)
     saved = sorted(((b[k] - a[k], k) for k in _WORDS), reverse=True)
-    parts = [f"{_WORDS[k]} {b[k]:.2f} -> {a[k]:.2f} s" for d, k in saved[:2] if d > 0.02 * rival["iteration_s"]]
-    cause = " and ".join(parts) or "small savings everywhere"
+    parts = [
+        f"{_WORDS[k]} {duration(b[k])} -> {duration(a[k])}" for d, k in saved[:2] if d > 0.02 * rival["iteration_s"]
+    ]
+    cause = f" because of {' and '.join(parts) or 'small savings everywhere'} (means over ranks)" if gain > 0 else ""
     price = (_worst_peak(best) - _worst_peak(rival)) / GIB
     memory = f"{abs(price):.1f} GiB {'more' if price > 0 else 'less'} on the worst rank"
-    verb = "is faster than" if gain > 0 else "is slower than"
-    fit = "" if rival["fits"] else ", which does not fit"
-    share = abs(gain) / rival["iteration_s"]
-    says = f"{label(best)} wins: it {verb} {label(rival)}{fit} by {share:.1%} because of {cause}"
-    return f"{says} (means over ranks); its price is {memory}."
+    fit = "" if rival["fits"] else ", which does not fit,"
+    how = (
+        f"it is {'faster' if gain > 0 else 'slower'} than {label(rival)}{fit} by {abs(gain) / rival['iteration_s']:.1%}"
+    )
+    how = how if gain else f"it takes as long as {label(rival)}"
+    return f"{label(best)} wins: {how}{cause}; its price is {memory}."
 
 
 def _mean(row: Object) -> dict[str, float]:

@@ -102,7 +102,7 @@ def warnings(p: PreparedJob) -> list[str]:
 def elsewhere(p: PlannedJob) -> list[str]:
     """That a profile is of other devices than the job's; what a hardware file of one's own stands for, is not known."""
     profile, gpu = p.model.measured.profile, p.prepared.job.cluster.gpu
-    if profile is None or gpu not in presets() or not (name := profile.machine.gpu or profile.machine.cpu):
+    if profile is None or gpu not in presets() or not (name := profile.machine.device):
         return []
     words = re.split(r"[^a-z0-9]+", profile.machine.gpu.lower()) if profile.machine.gpu else ["cpu"]
     if gpu.partition("-")[0] in words:

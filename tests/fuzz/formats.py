@@ -254,7 +254,7 @@ COMMANDS = {
     "compare:job.toml": "compare {} --schedules gpipe,zbv",
     "search:search.toml": "search {} --budget 0.01",
     "explain:job.toml": "explain {}",
-    "explain:trace.tsv": "explain {job} --trace {}",
+    "explain:trace.tsv": "explain --trace {}",
     "explain:kineto.json": "explain --trace {}",
     "calibrate:all_reduce.txt": "calibrate {job} --from-nccl-tests {}",
     "calibrate:kineto.json": "calibrate {job} --from-kineto {}",

@@ -85,6 +85,8 @@ def print_rows(found: Comparison, title: str) -> None:
     for line in dict.fromkeys(essentials(p) for p in found.predictions if p is not None):
         print(line)
     timed = [r for r in found.rows if r["iteration_s"] is not None]
+    if not timed:
+        return
     levels = {(r["host_model"], r["interference_level"]) for r in timed}
     how = ", ".join(f"host {host}, interference {level}" for host, level in sorted(levels))
     for r in timed:
@@ -97,11 +99,11 @@ def print_rows(found: Comparison, title: str) -> None:
 
 def _answers(found: Comparison, name: str) -> list[Answer]:
     """What wins, why, does it fit."""
-    row, (says, _, cause) = found.rows[0], found.why.partition(" because of ")
+    row, (says, _, price) = found.rows[0], found.why.partition("; its price is ")
     if not row["fits"]:
         return [("What wins?", "Nothing fits", found.why, "bad")]
     step = f"{duration(row['iteration_s'])} a step, {row['mfu']:.1%} of the model FLOPs"
-    why, _, price = cause.partition("; its price is ")
+    says, _, why = says.partition(" because of ")
     by = says.partition(": it ")[2] or "the only one predicted"
     out = [("What wins?", name, step, "good"), ("By how much?", by, "of those below the timeline", "")]
     if why:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from ir.core.errors import ErrorKind, PiperError
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import print_json, progress, show_table, warn_uncorrected
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.units import duration, percent
 from piper_sim.study.explain import StepExplanation, explain
 from piper_sim.study.explain.explanation import against
 from piper_sim.study.explain.kineto import FORM, read_traces
-from piper_sim.study.explain.measured import explain_traces
+from piper_sim.study.explain.measured import explain_traces, refuse_others
 from piper_sim.study.explain.path import words
 from piper_sim.study.explain.what_if import settings
 
@@ -32,7 +33,10 @@ def main(args: argparse.Namespace) -> int:
     found = explain(jobs[0], jobs[1] if len(jobs) > 1 else None, progress) if jobs else None
     if args.trace:
         with progress("reading traces"), FORM.naming(" ".join(args.trace)):
-            seen = explain_traces(read_traces(args.trace))
+            traces = read_traces(args.trace)
+            for job in jobs:
+                refuse_others(traces, prepare_priced(job, hardware_of(job)).plan())
+            seen = explain_traces(traces)
         found = seen if found is None else against(found, seen)
     assert found is not None
     if args.json:
@@ -62,7 +66,7 @@ def print_explanation(found: StepExplanation) -> None:
     what = [
         (
             w.name,
-            " ".join(settings(w.changes)),
+            " ".join([*settings(w.changes), *(f"without {k}" for k, v in w.changes.items() if v is None)]),
             duration(w.iteration_s),
             _signed(w.gain_s),
             "" if w.fits else "does not fit",
@@ -72,8 +76,8 @@ def print_explanation(found: StepExplanation) -> None:
     _table("what if (each simulated)", ("what if", "changes", "step", "gain", ""), what)
     if found.difference is not None:
         rows = [(k, _signed(v)) for k, v in found.difference.items()]
-        total = sum(found.difference.values())
-        _table(f"{found.second} takes {_signed(total)}", ("cause", "seconds"), rows)
+        title = f"{found.second} takes {_signed(sum(found.difference.values()))}"
+        _table(title, ("cause", "seconds"), rows or [("nothing", _signed(0.0))])
     if found.reason is not None:
         print(f"does not fit: {found.reason}")
 

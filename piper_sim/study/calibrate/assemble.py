@@ -7,7 +7,7 @@ from typing import Protocol
 from cost_models import DeviceHardware
 from cost_models.profile.profile import MeasuredCost, OpEntry, Profile, ProfileMachine
 from cost_models.profile.shapes import KernelShape, op_shapes
-from ir.core.errors import PiperError
+from ir.core.errors import ErrorKind, PiperError
 from ir.graph.classes import node_classes
 from ir.job import Job, load_job
 from ir.job.build import PreparedJob
@@ -111,10 +111,26 @@ def total(parts: Sequence[tuple[MeasuredCost, int]]) -> MeasuredCost:
     return MeasuredCost(seconds, spread, min(m.count for m, _ in parts))
 
 
-def laid_over(new: Profile, base: Profile, *, machine: bool) -> Profile:
-    """A profile with what a new one has in place of its own. machine: whether the new one's is the result's."""
+def machine_of(seen: Sequence[tuple[str, int]], key: str) -> ProfileMachine:
+    """Of what files say: (GPU, how many), "" where one does not. Raises PiperError (job): of several kinds."""
+    gpus = sorted({gpu for gpu, _ in seen if gpu})
+    if len(gpus) > 1:
+        message, fix = f"files of {' and of '.join(gpus)}", "a profile for each"
+        raise PiperError(ErrorKind.JOB, message, key=key, allowed="one kind of GPU", suggestion=fix)
+    return ProfileMachine.elsewhere("".join(gpus), max(n for _, n in seen) if gpus else 0)
+
+
+def laid_over(new: Profile, base: Profile, key: str, file: str | None = None) -> Profile:
+    """A profile with what a new one has in place of its own; its machine is the one that more is known of.
+
+    key, file: what named them. Raises PiperError (job): they are of different devices, whose seconds do not mix.
+    """
+    a, b = base.machine, new.machine
+    if (a.device and b.device) and a.device != b.device:
+        message, fix = f"of {a.device}, and what is laid over it of {b.device}", f"a profile of {b.device}, or none"
+        raise PiperError(ErrorKind.JOB, message, file=file, key=key, allowed="one kind of device", suggestion=fix)
     made = Profile.of(
-        new.machine if machine else base.machine,
+        b if b.cpu or not a.device else a,
         {**base.ops, **new.ops},
         {**base.links, **new.links},
         base.host_s if new.host_s is None else new.host_s,

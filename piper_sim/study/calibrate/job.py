@@ -155,7 +155,7 @@ def calibrate(
         if processes == prepared.ranks and asked.backend == "gloo":
             host_s = _host_seconds(executor, job, asked.watchdog_s)
         new = profile_of(timed, sizes, host_s, by)
-    profile = new if base is None else laid_over(new, base, machine=not asked.imports)
+    profile = new if base is None else laid_over(new, base, "--onto", asked.onto)
     found = sources(prepared.plan(), CostModel(prepared, hardware, profile))
     return ProfileResult(profile, found, by, processes)
 
@@ -167,7 +167,7 @@ def _imported(asked: ProfileOptions, prepared: PreparedJob, hardware: DeviceHard
     found += [read_pairs(asked.pairs)] if asked.pairs else []
     out = found[0]
     for more in found[1:]:
-        out = laid_over(more, out, machine=False)
+        out = laid_over(more, out, "--from-kineto")  # of pairs nobody knows the device
     return out
 
 

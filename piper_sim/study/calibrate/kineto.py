@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_models import DeviceHardware
-from cost_models.profile.machine import ProfileMachine
 from cost_models.profile.profile import OpEntry, Profile
 from cost_models.profile.shapes import op_shapes
 from ir.core.errors import ErrorKind, PiperError
@@ -20,7 +19,7 @@ from ir.graph.graph import Graph, PerStepOp
 from ir.job.build import PreparedJob
 from piper_sim.folding.ground import RankPositions
 from piper_sim.pricing.costs import KERNELS, CostModel
-from piper_sim.study.calibrate.assemble import total
+from piper_sim.study.calibrate.assemble import machine_of, total
 from piper_sim.study.calibrate.trace_events import FLAG, TraceFile, TraceRange, read_trace_file
 from piper_sim.study.calibrate.trace_links import link_times
 from piper_sim.study.validate.samples import measured
@@ -110,7 +109,8 @@ def read_kineto(paths: Sequence[str], prepared: PreparedJob, hardware: DeviceHar
     links, unknown = link_times(traces, per_node)
     if not ops and not links:
         raise _foreign(traces)
-    return Profile.of(_machine(traces), ops, links, origins=_origins(traces, len(ops), len(links), unknown))
+    machine = machine_of([(t.gpu, t.world) for t in traces], FLAG)
+    return Profile.of(machine, ops, links, origins=_origins(traces, len(ops), len(links), unknown))
 
 
 def _samples(
@@ -152,11 +152,6 @@ def _program(t: TraceFile, names: TraceNames, found: list[TraceName], prepared: 
     stages = names.stages(found)
     groups = {g for n in names.graph.nodes if not n.once and n.stage in stages for g in n.groups}
     return min(groups, default=0)
-
-
-def _machine(traces: Sequence[TraceFile]) -> ProfileMachine:
-    gpus = sorted({t.gpu for t in traces if t.gpu})
-    return ProfileMachine.elsewhere(", ".join(gpus), max(t.world for t in traces) if gpus else 0)
 
 
 def _origins(traces: Sequence[TraceFile], ops: int, links: int, unknown: int) -> tuple[str, ...]:

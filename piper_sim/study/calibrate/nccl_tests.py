@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from cost_models.profile.machine import ProfileMachine
 from cost_models.profile.profile import MeasuredCost, Profile
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import FileErrors, read_text
 from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class
+from piper_sim.study.calibrate.assemble import machine_of
 from piper_sim.study.validate.samples import measured
 
 TESTS = {
@@ -98,9 +98,7 @@ def read_nccl_tests(paths: Sequence[str]) -> Profile:
             counts[key] += t.iterations * len(seconds)
     found = {key: measured(x) for key, x in samples.items()}
     links = {key: MeasuredCost(m.median_s, m.spread_s, counts[key]) for key, m in found.items()}
-    gpus = {t.gpu for t in tables if t.gpu}
-    most = max(tables, key=lambda t: t.ranks)
-    machine = ProfileMachine.elsewhere(", ".join(sorted(gpus)), most.ranks if gpus else 0)
+    machine = machine_of([(t.gpu, t.ranks) for t in tables], FLAG)
     origins = [
         f"nccl-tests: {t.kind} of {t.ranks} ranks on {_nodes(t.nodes)}, {t.gpu or 'GPU not named'}" for t in tables
     ]

@@ -84,7 +84,9 @@ def explain(a: Job, b: Job | None = None, progress: Progress = nullcontext) -> S
     found = explained(first, what_ifs(a, first, progress))
     if b is None:
         return found
-    return replace(found, difference=difference(found, explained(_predicted(b, progress))))
+    other = explained(_predicted(b, progress))
+    why = found.reason if other.reason is None else found.reason or f"{b.file}: {other.reason}"
+    return replace(found, difference=difference(found, other), fits=found.fits and other.fits, reason=why)
 
 
 def against(predicted: StepExplanation, measured: StepExplanation) -> StepExplanation:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import IntArray
-from ir.plan.plan import OpKind
+from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
 from piper_sim.study.explain.blame import OpBlame, phases
 from piper_sim.study.explain.chain import OpChain, ticks
@@ -39,6 +39,25 @@ def explain_traces(traces: Sequence[Trace]) -> StepExplanation:
     """
     step = _Step(traces)
     return told(step.blame(), step.seats, lambda op: step.keys[op % len(step.keys)][2])
+
+
+def refuse_others(traces: Sequence[Trace], plan: Plan) -> None:
+    """Raises PiperError (usage): a rank computed other ops than each program of the plan; Kineto names them coarser."""
+    planned, ran = defaultdict[int, set[str]](set), defaultdict[int, set[str]](set)
+    for program, kind, op in zip(plan.program.tolist(), plan.kind.tolist(), plan.texts, strict=True):
+        if kind == OpKind.COMPUTE:
+            planned[program].add(op)
+    for t in traces:
+        for rank, stream, op in zip(t.rank.tolist(), t.stream, t.op, strict=True):
+            if stream == "compute" and t.header.get("writer") != "kineto":
+                ran[rank].add(op)
+    for rank, ops in ran.items():
+        nearest = max(planned.values(), key=lambda x: len(x & ops))
+        if ops != nearest:
+            op = min(ops ^ nearest)
+            message = f"of another plan than the job's: rank {rank} {'computed' if op in ops else 'lacks'} {op}"
+            fix = "the job that was run; or --trace without a job"
+            raise PiperError(ErrorKind.USAGE, message, key="--trace", suggestion=fix)
 
 
 @dataclass(frozen=True)

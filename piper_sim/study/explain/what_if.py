@@ -78,8 +78,9 @@ def what_ifs(job: Job, p: Prediction, progress: Progress = nullcontext) -> tuple
 def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
     """(name, changes) of what applies to a job."""
     ranks = p.prepared.ranks
-    if any(s < 1 for s in job.cluster.speed.values()):
-        yield "no straggler", {"cluster.speed": {}}
+    quick = {rank: s for rank, s in job.cluster.speed.items() if s >= 1}
+    if quick != job.cluster.speed:
+        yield "no straggler", {"cluster.speed": quick}
     if job.cluster.slow_nodes is not None:
         yield "no slow nodes", {"cluster.slow_nodes": None}
     if job.routing.kind != "balanced":
@@ -125,11 +126,13 @@ def _copies(p: Prediction) -> int:
 
 def _free(p: Prediction) -> Iterator[tuple[str, str]]:
     sizes = p.prepared.mesh.sizes
-    if p.prepared.config.moe is not None and sizes.get("ep", 1) > 1:
+    # Seconds given for whole stages have in them what ranks exchange there: freed, the rest would only take them over.
+    given = bool((p.prepared.job.costs.stage_times or {}).keys() - {"p2p"})
+    if p.prepared.config.moe is not None and sizes.get("ep", 1) > 1 and not given:
         yield "all-to-all free", "all_to_all"
     if sizes["pp"] > 1:
         yield "transfers free", "p2p"
-    if p.prepared.ranks > sizes["pp"]:
+    if p.prepared.ranks > sizes["pp"] and not given:
         yield "other collectives free", "collective"
     yield "host free", "host"
 

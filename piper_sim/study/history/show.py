@@ -131,16 +131,22 @@ def applied(found: Mapping[str, Any], job: Job, past: PredictionBacktest | None)
     if suggestion is None:
         return dict(found)
     factor = suggestion.of(job)
-    raw = {k: found[k] for k in (*_SLOWER, *_FASTER)}
-    parts = {rank: {k: v * factor for k, v in row.items()} for rank, row in found["time_breakdown"].items()}
+    raw = {k: found[k] for k in ("iteration_s_interval", *_SLOWER, *_FASTER)}
+    parts = {rank: _slower(row, factor) for rank, row in found["time_breakdown"].items()}
     return {
         **found,
         **{k: found[k] * factor for k in _SLOWER},
         **{k: found[k] / factor for k in _FASTER},
+        "iteration_s_interval": [s * factor for s in found["iteration_s_interval"]],
         "time_breakdown": parts,
+        **({} if "slow_nodes" not in found else {"slow_nodes": _slower(found["slow_nodes"], factor)}),
         "cost_source": f"{found['cost_source']}, corrected by history",
         "correction": {"factor": factor, "raw": raw},
     }
+
+
+def _slower(table: Mapping[str, float], factor: float) -> dict[str, float]:
+    return {k: v if k == "chance" else v * factor for k, v in table.items()}
 
 
 def corrected_text(found: Mapping[str, Any]) -> str:

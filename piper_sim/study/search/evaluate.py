@@ -72,10 +72,14 @@ JobCheck = Callable[[PreparedJob], object]
 
 @dataclass(frozen=True)
 class JobLimits:
-    """What a search may propose. ranges: of keys, instead of the default ones. check: raises PiperError for others."""
+    """What a search may propose. ranges: of keys, instead of the default ones. check: raises PiperError for others.
+
+    launch: whose it is to be, by name.
+    """
 
     ranges: Mapping[str, tuple[object, ...]]
     check: JobCheck | None
+    launch: str = ""
 
 
 ANY = JobLimits(NO_LIMITS, None)

@@ -116,7 +116,7 @@ def search(
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
     began, hardware = time.monotonic(), hardware_of(job)
     found = _Search(JobSpace.of(job, hardware, limits.ranges), hardware, began, budget_s, progress)
-    kept = JobJournal(journal, found.space)
+    kept = JobJournal(journal, found.space, limits.launch)
     with JobWorkers(workers, hardware, job.search.memory_limit_GiB, kept, limits.check) as pool:
         return found.run(pool)
 
@@ -298,7 +298,13 @@ class _Search:
             self.first_s = self._seconds
             took = f"{found.iteration_s:.4g} s and {found.device_bytes / GIB:.1f} GiB"
             self.progress(f"the first that fits, after {self.first_s:.1f} s: {took}, {said(one.changes)}\n")
-        self.front = front([*self.front, (found.iteration_s, found.device_bytes, one.number)])
+        points = [*self.front, (found.iteration_s, found.device_bytes, one.number)]
+        self.front = front(points)
+        for t, m, number in (x for x in points if x not in self.front):
+            winner = next(x for x in self.front if x[0] <= t and x[1] <= m)
+            self._reject(
+                number, self.known[number].changes, JobRefusal.BOUNDED, self._against(t, m, "simulated", winner)
+            )
         how = "best so far" if self.proven_s is None else "proven best"
         self.progress(f"{len(self.evaluated)} simulated; {how} {self._best:.4g} s; bounds from {one.seconds:.4g} s")
 
@@ -311,10 +317,13 @@ class _Search:
         seconds, nbytes = (one.seconds, one.device_bytes) if simulated_s is None else (simulated_s, nbytes)
         winner = beaten(seconds, nbytes, self.front)
         assert winner is not None
+        self._reject(one.number, one.changes, JobRefusal.BOUNDED, self._against(seconds, nbytes, "at least", winner))
+
+    def _against(self, seconds: float, nbytes: float, how: str, winner: tuple[float, float, int]) -> str:
+        """What one takes, and what another does that is no slower and no larger."""
         t, m, number = winner
-        least = f"{seconds:.6g} s and {nbytes / GIB:.1f} GiB at least"
-        why = f"{least}; {said(self.known[number].changes)} takes {t:.6g} s and {m / GIB:.1f} GiB"
-        self._reject(one.number, one.changes, JobRefusal.BOUNDED, why)
+        mine = f"{seconds:.6g} s and {nbytes / GIB:.1f} GiB {how}"
+        return f"{mine}; {said(self.known[number].changes)} takes {t:.6g} s and {m / GIB:.1f} GiB"
 
     def _reject(self, number: int, changes: Changes, kind: JobRefusal, why: str) -> None:
         self.rejected.append((number, RejectedJob(changes, kind, why)))

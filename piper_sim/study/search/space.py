@@ -109,6 +109,8 @@ class JobSpace:
         p, s = self.own.parallel, self.own.schedule
         size = {k: int(cast(int, chosen.get(k, getattr(p, k)))) for k in ("tp", "cp", "pp")}
         inner = size["tp"] * size["cp"] * size["pp"]
+        if chosen.get("recompute", s.recompute) != s.recompute:
+            chosen.setdefault("recompute_layers", None)  # the job's are of its own recompute
         if "dp" not in chosen and self.gpus % inner == 0:
             chosen["dp"] = self.gpus // inner
         if pair is not None and size["pp"] == 1 and pair != self._alone():
@@ -152,9 +154,7 @@ class JobSpace:
 
 
 def replaced(job: Job, changes: Changes) -> Job:
-    """A job with some keys changed; keys as `section.key`. Another recompute than the job's is of all layers."""
-    if changes.get("schedule.recompute", job.schedule.recompute) != job.schedule.recompute:
-        job = replace(job, schedule=replace(job.schedule, recompute_layers=None))
+    """A job with some keys changed; keys as `section.key`, None: left out."""
     for section in dict.fromkeys(KEYS.values()):
         mine = {k.split(".", 1)[1]: v for k, v in changes.items() if k.startswith(f"{section}.")}
         if mine:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +19,16 @@ from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.cache import PLANS
 from piper_sim.study.inputs import inputs_digest
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, Front, JobCheck, JobRefusal, evaluate, full
+from piper_sim.study.search.evaluate import (
+    BoundedJob,
+    EvaluatedJob,
+    Front,
+    JobCheck,
+    JobRefusal,
+    beaten,
+    evaluate,
+    full,
+)
 from piper_sim.study.search.space import JobSpace
 from piper_sim.study.simulate import Object
 
@@ -29,19 +40,22 @@ class JobJournal:
 
     A line is written whole and at once. What a kill leaves of the last one is dropped.
 
-    A journal is of what its simulations were made from: what the job says, what its files hold, this program.
+    A journal is of what its simulations were made from: what the job says, what its files hold, this program; and of
+    whose launch they were asked to be.
 
     Raises PiperError (usage): the file is of another space, or no journal; (io): it cannot be written.
     """
 
-    def __init__(self, path: str, space: JobSpace) -> None:
+    def __init__(self, path: str, space: JobSpace, launch: str = "") -> None:
         self.path, self.known = path, dict[str, EvaluatedJob]()
         if not path:
             return
-        said = [space.values, space.schedules, space.job.search.memory_limit_GiB]
+        said = [space.values, space.schedules, space.job.search.memory_limit_GiB, launch]
         digest = hashlib.sha256(json.dumps([inputs_digest(space.own), said], default=str).encode()).hexdigest()
         head = json.dumps({"schema_version": 1, "space": digest}) + "\n"
         try:
+            if Path(path).exists() and not Path(path).is_file():  # a device may never end
+                raise OSError("not a regular file")
             with Path(path).open("a+", encoding="utf-8") as file:
                 file.seek(0)
                 text = file.read()
@@ -68,14 +82,23 @@ class JobJournal:
             raise PiperError(ErrorKind.USAGE, message, file=self.path, key="--journal", suggestion=fix)
 
     def add(self, one: BoundedJob, found: EvaluatedJob) -> None:
-        """Keep one more."""
-        if self.path and self.of(one) is None:
-            with Path(self.path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"changes": _key(one), "found": asdict(found)}) + "\n")
+        """Keep one more. Raises PiperError (io): it cannot be written."""
+        if self.path and self.known.get(_key(one)) != found:
+            try:
+                with Path(self.path).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"changes": _key(one), "found": asdict(found)}) + "\n")
+            except OSError as e:
+                raise PiperError(ErrorKind.IO, str(e), file=self.path, key="--journal") from None
 
-    def of(self, one: BoundedJob) -> EvaluatedJob | None:
-        """What is known of one."""
-        return self.known.get(_key(one))
+    def of(self, one: BoundedJob, front: Front) -> EvaluatedJob | None:
+        """What is known of one. Whose allocators were not asked, as it was beaten, is known only while it is: another
+        seed, or a slower machine, comes to it before what beat it.
+        """
+        found = self.known.get(_key(one))
+        if found is None or found.kind is not None or found.device_bytes is not None:
+            return found
+        assert found.iteration_s is not None and found.least_bytes is not None
+        return found if beaten(found.iteration_s, found.least_bytes, front) else None
 
 
 def _key(one: BoundedJob) -> str:
@@ -92,6 +115,16 @@ def loaded() -> None:
 
     gc.set_threshold(50_000, 20, 20)
     PLANS.most = KEPT_OPS
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """A process begun in here never sees it, though a terminal sends it to all: who searches hears and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class JobWorkers:
@@ -135,7 +168,7 @@ class JobWorkers:
                 return
             one, result, future = waiting.popleft()
             if wanted(one):
-                found = self.journal.of(one) or result()
+                found = self.journal.of(one, front()) or result()
                 self.journal.add(one, found)
                 yield one, found
             else:
@@ -158,16 +191,18 @@ class JobWorkers:
                 self.pool = None
                 return here()
 
-        if self.pool is None or self.journal.of(one) is not None:
+        if self.pool is None or self.journal.of(one, front()) is not None:
             return here, None
         try:
-            future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()), self.check)
+            with _without_ctrl_c():
+                future = self.pool.submit(evaluate, one.job, self.hardware, self.limit_GiB, tuple(front()), self.check)
         except BrokenExecutor:
             return here, None
         return there, future
 
     def full(self, asked: list[BoundedJob]) -> list[Object]:
         """`simulate`'s objects, and what each changes."""
-        if self.pool is None or len(asked) < 2:
-            return [full(one.changes, one.job) for one in asked]
-        return [f.result() for f in [self.pool.submit(full, one.changes, one.job) for one in asked]]
+        if self.pool is not None and len(asked) > 1:
+            with suppress(BrokenExecutor):  # a process died: this one does its work
+                return [f.result() for f in [self.pool.submit(full, one.changes, one.job) for one in asked]]
+        return [full(one.changes, one.job) for one in asked]

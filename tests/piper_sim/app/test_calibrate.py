@@ -103,3 +103,18 @@ def test_the_table_of_the_guide_is_read(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / "CALIBRATE.md").read_text(encoding="utf-8")
     (tmp_path / "pairs.csv").write_text(text.partition("```csv\n")[2].partition("```")[0])
     assert len(read_pairs(str(tmp_path / "pairs.csv")).pairs) == 2
+
+
+def test_a_profile_of_another_gpu_is_not_laid_under(cli: Any, job: Any, tmp_path: Path) -> None:
+    path, nccl = job(), files(tmp_path)[0]
+    (tmp_path / "a100.txt").write_text((tmp_path / "nccl.txt").read_text().replace("H100 80GB HBM3", "A100-SXM4-80GB"))
+    (tmp_path / "pairs.csv").write_text("compute,message,held,moving,wire\nmemory,p2p,0.0,0.1,0.2\n")
+    for name, how in (("a", ["--from-nccl-tests", tmp_path / "a100.txt"]), ("b", ["--pairs", tmp_path / "pairs.csv"])):
+        assert cli("calibrate", path, *how, "--out", tmp_path / name).code == 0
+    onto_a, onto_b = (("--from-nccl-tests", nccl, "--onto", tmp_path / x / "profile.json") for x in "ab")
+    other = cli("calibrate", path, *onto_a, "--out", tmp_path / "c")
+    assert (other.code, other.error["key"]) == (2, "--onto") and "A100" in other.error["message"]
+    assert "H100" in other.error["suggestion"] and not (tmp_path / "c").exists()
+    two = cli("calibrate", path, "--from-nccl-tests", nccl, tmp_path / "a100.txt")
+    assert (two.code, two.error["key"]) == (2, "--from-nccl-tests") and "A100" in two.error["message"]
+    assert cli("calibrate", path, *onto_b).json["fingerprint"].startswith("NVIDIA H100"), "pairs say of no device"

@@ -29,6 +29,20 @@ def test_rows_are_the_demo_s_six_with_every_simulate_key_sorted(cli: Any, job: A
         assert set(row) == {*alone, "schedule", "stages_per_rank"}
 
 
+def test_equal_steps_are_not_told_as_a_gain(cli: Any, job: Any) -> None:
+    twice = cli("compare", job("a.toml"), job("b.toml"), as_json=False).out
+    assert "a 1f1b wins: it takes as long as b 1f1b; its price is 0.0 GiB" in " ".join(twice.split())
+    quick = cli("compare", job(), "--schedules", "1f1b,gpipe", "--set", "costs.free=['host']", as_json=False).out
+    assert "0.00" not in quick.partition(" wins: ")[2].partition(";")[0], (
+        "what a step of milliseconds saves is said in them"
+    )
+
+
+def test_seconds_that_nobody_has_are_not_told_of(cli: Any, job: Any) -> None:
+    found = cli("compare", job(), "--schedules", "dualpipe", "--set", "parallel.layers=[4]", as_json=False)
+    assert found.code == 0 and "No schedule fits." in found.out and "Step times" not in found.out
+
+
 def test_the_job_s_stages_per_rank_count_where_they_are_legal(cli: Any, job: Any) -> None:
     path = job(model={"num_hidden_layers": 8}, schedule={"name": "interleaved-1f1b", "stages_per_rank": 4})
     found = {r["schedule"]: r["stages_per_rank"] for r in rows(cli, path)}

@@ -39,6 +39,17 @@ def test_what_a_rank_that_failed_has_left_is_shown_beside_the_error(
         assert (code, err) == (4, "rank 1 left:\nFile \\x1b[2J\n" + end) and "left" not in out
 
 
+def test_what_is_interrupted_ends_in_one_object(cli: Any, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("piper_sim.app.cli._dispatch", stop)
+    found = cli("simulate", job())
+    assert (found.code, found.error["message"]) == (130, "interrupted")
+    text = cli("simulate", job(), as_json=False)
+    assert (text.code, text.out, text.err) == (130, "", "interrupted\n")
+
+
 def test_markup_and_escapes_in_a_name_are_text(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
     table.add_column("[red]a")

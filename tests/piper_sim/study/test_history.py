@@ -74,6 +74,11 @@ def test_an_injected_factor_is_recovered_and_only_applied_when_asked_for(tmp_pat
     assert out["correction"]["raw"]["iteration_s"] == p["iteration_s"]
     assert "corrected by history" in out["cost_source"]
     assert out["mfu"] == pytest.approx(p["mfu"] / 1.2)
+    assert out["iteration_s_interval"] == pytest.approx([1.2 * s for s in p["iteration_s_interval"]])
+    assert out["correction"]["raw"]["iteration_s_interval"] == p["iteration_s_interval"]
+    chances = {"chance": 0.5, "without_s": 1.0, "worst_s": 2.0}
+    lengthened = applied(p | {"slow_nodes": chances}, loud, past)["slow_nodes"]
+    assert lengthened == pytest.approx({"chance": 0.5, "without_s": 1.2, "worst_s": 2.4})
     for row in out["time_breakdown"].values():
         assert sum(row.values()) == pytest.approx(out["iteration_s"])
 

@@ -1,12 +1,17 @@
 """Slow nodes that nobody knows, against all subsets of nodes, each simulated with its slow ranks named."""
 
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from ir.core.errors import PiperError
 from ir.job import Job, load_job
+from ir.job.schema import JobHistory
+from ir.job.table import job_toml
 from piper_sim.study.explain.explanation import explain
+from piper_sim.study.history import backtest
 from piper_sim.study.predict import predict
 
 SPEED = 0.7
@@ -111,3 +116,13 @@ def test_nodes_are_known_or_unknown() -> None:
     with pytest.raises(PiperError, match=r"cluster\.slow_nodes.*speed") as e:
         job(0.1, speed={"1": 0.5})
     assert e.value.suggestion == "leave cluster.speed out"
+
+
+def test_such_a_job_is_written_changed_and_asked_as_any_other(tmp_path: Path) -> None:
+    slow = job(0.1)
+    (tmp_path / "job.toml").write_text(job_toml(slow))
+    assert replace(load_job(tmp_path / "job.toml"), file=slow.file) == slow
+    assert {"host free", "one more microbatch", "no slow nodes"} <= {w.name for w in explain(slow).what_ifs}
+    (tmp_path / "past.csv").write_text("schedule.microbatches, iteration_s\n8, 1.0\n")
+    past = backtest(replace(slow, history=JobHistory(str(tmp_path / "past.csv"))))
+    assert past is not None and past.residuals[0].predicted_s > 0

@@ -123,6 +123,11 @@ def test_values_that_are_no_list_are_refused(cli: Any, job: str, given: str) -> 
     assert done.code == 2 and done.error["key"] == "--try"
 
 
+def test_a_key_that_is_given_twice_loses_no_values(cli: Any, job: str) -> None:
+    found = cli("sweep", job, "--try", "schedule.microbatches=[2]", "--try", "schedule.microbatches=[4]")
+    assert (found.code, found.error["key"]) == (2, "--try") and "twice" in found.error["message"]
+
+
 def test_a_wrong_job_is_no_row(cli: Any, job: str) -> None:
     done = cli("sweep", job, "--try", "parallel.tpp=[1]")
     assert done.code == 2 and done.error["key"] == "parallel.tpp"

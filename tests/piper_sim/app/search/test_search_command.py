@@ -101,8 +101,11 @@ def test_a_global_batch_is_microbatches_said_otherwise(cli: Any, tiny: str) -> N
     given = cli("simulate", tiny).json
     counted = cli("simulate", tiny, "--set=schedule.microbatches=4").json
     assert given == counted and given["job_digest"] == counted["job_digest"]
-    both = cli("simulate", tiny, "--set=schedule.microbatches=4", "--set=schedule.global_batch=6")
-    assert both.code == 2 and both.error["suggestion"] == "global_batch = 8"
+    odd = cli("simulate", tiny, "--set=schedule.global_batch=6")
+    assert odd.code == 2 and odd.error["suggestion"] == "global_batch = 8"
+    for first, last in (("microbatches=4", "global_batch=8"), ("global_batch=8", "microbatches=4")):
+        both = cli("simulate", tiny, f"--set=schedule.{first}", f"--set=schedule.{last}")
+        assert both.code == 2 and "both given" in both.error["message"], "neither is dropped without a word"
 
 
 SAYS: dict[str, Any] = {
@@ -130,6 +133,16 @@ def test_what_wins_can_be_said_by_the_framework_that_is_named(cli: Any, tmp_path
         names = {p["changes"].get("schedule.name", "1f1b") for p in found["pareto"]}
         assert names <= {"1f1b", "interleaved-1f1b"}
     assert any(r["kind"] == "illegal" and "megatron cannot say" in r["reason"] for r in found["rejected"])
+
+
+def test_a_journal_of_what_any_launch_may_be_is_none_of_one_framework_s(cli: Any, tmp_path: Path) -> None:
+    ways = {"name": ["1f1b", "zbv"], "stages_per_rank": [1, 2], "ep": [1], "layers": ["even"], "recompute": ["none"]}
+    more = {"search": SAYS["search"] | ways | {"dp_replicate": [1], "pin": ["etp"]}}
+    kept = ("--journal", str(tmp_path / "kept.jsonl"))
+    path = write(tmp_path / "job.toml", SAYS | more)
+    assert cli("search", path, *kept).code == 0
+    again = cli("search", path, *kept, "--to", "megatron")
+    assert again.code == 2 and again.error["key"] == "--journal"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,11 @@ def test_its_object_and_what_people_read(cli: Any, job: Any) -> None:
         assert word in text, word
 
 
+def test_keys_that_a_what_if_leaves_out_are_told(cli: Any, job: Any) -> None:
+    text = cli("explain", job(), "--set", "cluster.slow_nodes={share = 0.1}", as_json=False).out
+    assert "without cluster.slow_nodes" in " ".join(text.split())
+
+
 def test_two_jobs_differ_by_causes_that_sum_to_the_difference(cli: Any, job: Any) -> None:
     a, b = job("a.toml", schedule={"name": "gpipe"}), job("b.toml")
     steps = [cli("simulate", p).json["iteration_s"] for p in (a, b)]
@@ -33,6 +38,13 @@ def test_two_jobs_differ_by_causes_that_sum_to_the_difference(cli: Any, job: Any
 def test_what_does_not_fit_is_explained_and_exits_3(cli: Any, job: Any) -> None:
     found = cli("explain", job(), "--set", "cluster.hbm_GiB=2.5")
     assert found.code == 3 and found.json["fits"] is False and "GiB" in found.json["reason"] and found.json["causes"]
+
+
+def test_a_second_job_that_does_not_fit_exits_3(cli: Any, job: Any) -> None:
+    a, b = job("a.toml"), job("b.toml", cluster={"hbm_GiB": 2.5})
+    found = cli("explain", a, b)
+    assert found.code == 3 and found.json["fits"] is False and found.json["reason"].startswith(f"{b}: rank")
+    assert "the second job's step takes +0 s" in cli("explain", a, b, as_json=False).out
 
 
 def test_what_is_asked_wrongly(cli: Any, job: Any, tmp_path: Any) -> None:

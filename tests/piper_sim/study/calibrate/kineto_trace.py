@@ -53,7 +53,7 @@ class Trace:
             {"ph": "M", "name": "process_name", "pid": HOST, "args": {"name": "python"}},
             {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 3, "ts": 1, "pid": 0, "tid": 7, "bp": "e"},
         ]
-        top: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "Made-up GPU"}]}
+        top: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]}
         if self.rank is not None:
             top["distributedInfo"] = {"backend": "nccl", "rank": self.rank, "world_size": self.world}
         return {**top, "traceEvents": [*others, *reversed(self.events)]}

@@ -58,7 +58,7 @@ def test_a_range_takes_what_its_kernels_take_without_the_gaps(tmp_path: Path) ->
                          for k, p in (("F", "attn"), ("F", "mlp"), ("W", "mlp"))}  # fmt: skip
     (entry,) = [e for k, e in profile.ops.items() if k.startswith("F/attn")]
     assert entry.alone and entry.time is not None and entry.time.count == 3 and entry.shape is not None
-    assert profile.machine.gpu == "Made-up GPU" and profile.machine.cores == 0
+    assert profile.machine.gpu == "NVIDIA H100 80GB HBM3" and profile.machine.cores == 0
 
 
 def test_backward_is_launched_by_a_thread_that_has_no_ranges(tmp_path: Path) -> None:

@@ -99,6 +99,22 @@ def test_a_what_if_is_what_simulate_says_with_those_changes() -> None:
     assert predict(changed(job, {})).iteration_s == found.iteration_s
 
 
+def test_ranks_faster_than_the_rest_stay_so_without_a_straggler() -> None:
+    found = {w.name: w for w in explain(job_from(_job(cluster={"speed": {"2": 0.5, "1": 1.25}}))).what_ifs}
+    assert found["no straggler"].changes == {"cluster.speed": {"1": 1.25}}
+    assert "no straggler" not in {w.name for w in explain(job_from(_job(cluster={"speed": {"1": 1.25}}))).what_ifs}
+
+
+def test_what_given_stage_times_have_in_them_is_not_asked_to_be_free() -> None:
+    moe = _job(
+        model={"config": "tiny-moe"}, parallel={"pp": 2, "tp": 2, "dp": 2, "ep": 2}, cluster={"speed": {"0": 0.5}}
+    )
+    free = {"all-to-all free", "other collectives free", "transfers free"}
+    assert free <= {w.name for w in explain(job_from(moe)).what_ifs}
+    found = {w.name: w for w in explain(job_from(moe | {"costs": {"stage_times": {"F": 0.001, "B": 0.002}}})).what_ifs}
+    assert free & found.keys() == {"transfers free"} and min(w.gain_s for n, w in found.items() if "free" in n) >= 0
+
+
 @pytest.mark.parametrize(("parallel", "asked"), [({"zero": 3}, 2), ({"zero": 1}, None), ({"zero": 3, "tp": 4}, None)])
 def test_shards_inside_a_node_are_asked_for_where_they_lie_across(parallel: dict[str, int], asked: int | None) -> None:
     cluster = {"gpu": "h100-sxm", "nodes": 2, "gpus_per_node": 4}

@@ -101,6 +101,10 @@ def test_a_file_a_file_for_each_rank_and_the_job_beside_it(tmp_path: Path, capsy
     found = json.loads(capsys.readouterr().out)
     assert sum(found["difference"].values()) == pytest.approx(found["iteration_s"] - p.iteration_s, abs=1e-15)
     assert found["what_ifs"]
+    for other, op in (("schedule.microbatches=9", "lacks 0B8"), ("schedule.microbatches=7", "computed 0B7")):
+        asked_of = ["explain", str(tmp_path / "job.toml"), "--set", other]
+        assert main([*asked_of, "--json", "--trace", str(paths[0])]) == 2
+        assert op in json.loads(capsys.readouterr().out)["error"]["message"]
     with pytest.raises(PiperError, match="in two traces"):
         explain_traces([whole, whole])
     assert main(["explain", "--json"]) == 2
