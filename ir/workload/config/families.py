@@ -84,7 +84,7 @@ def _t5(v: ModelValues, row: Row) -> Row:
     act, gated = acts[v.one_of("feed_forward_proj", tuple(acts))]
     for key, own in (("is_gated_act", gated), ("dense_act_fn", act)):  # what it says, written out
         if v.get(key) not in (None, own):
-            message = f"{v.get(key)!r}, but feed_forward_proj is {v.get('feed_forward_proj')!r}: one key with two values"
+            message = f"{v.get(key)!r}, but feed_forward_proj = {v.get('feed_forward_proj')!r} is otherwise"
             v.refuse(key, message, allowed=str(own), fix=f"leave {key} out")
     layers = encoder + v.size_or("num_decoder_layers", encoder)
     said = "scale_decoder_outputs" if "scale_decoder_outputs" in v.given else "tie_word_embeddings"
