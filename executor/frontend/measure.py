@@ -158,8 +158,15 @@ def _input_grad(
 @contextmanager
 def without_values() -> Iterator[None]:
     """Tensors made inside have shapes and no values, and take no memory."""
-    with FakeTensorMode(), on_host():
+    with _OneMode(), on_host():
         yield
+
+
+class _OneMode(FakeTensorMode):
+    """Copies of its tensors are its own: `build` may copy layers (torch.nn.TransformerEncoder does)."""
+
+    def __deepcopy__(self, memo: object) -> "_OneMode":
+        return self
 
 
 def survey(

@@ -1,9 +1,10 @@
 """What each rank computes of a divided model, held against the whole model, value by value.
 
 Ranks hold equal stretches of one dim. Where a value's shape differs from the whole model's it is divided,
-along the dim that differs. Three things go wrong without any sign of it: an op reads along that dim (softmax, a norm, a
+along the dim that differs. Four things go wrong without any sign of it: an op reads along that dim (softmax, a norm, a
 slice, a product) and takes this rank's stretch for the whole; what it gives is divided no more, as of a sum, or along
-two dims; or a view counts heads by a constant, and cuts every head instead of dealing them out.
+two dims; a view counts heads by a constant, and cuts every head instead of dealing them out; or a number or a table is
+made of the size of that dim.
 """
 
 from collections import Counter, defaultdict
@@ -14,11 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
 Stretches = tuple[int, int]  # the dim that is divided, and how many stretches of it each rank has
-Places = Mapping[tuple[str, str], list[Shape | None]]  # (module's path, op) → shapes of what its calls there give
+Numbers = tuple[int | float, ...]
+Places = Mapping[
+    tuple[str, str], list[tuple[Shape | None, Numbers]]
+]  # (module's path, op) → of its calls there what shapes they give, and numbers they are given
 
 # Ops that read along dims: where the dims stand among their arguments, or which they are.
 ALONG: dict[Any, int | tuple[int, ...]] = {
@@ -32,8 +37,13 @@ ALONG: dict[Any, int | tuple[int, ...]] = {
     aten.flip.default: 1, aten.layer_norm.default: (-1,), aten.rms_norm.default: (-1,),
     aten.matmul.default: (-1,), aten.mm.default: (-1,), aten.bmm.default: (-1,), aten.linear.default: (-1,),
     aten.scaled_dot_product_attention.default: (-2, -1),
-    aten.sum.default: (), aten.mean.default: (),
+    aten.sum.default: (), aten.mean.default: (), aten.group_norm.default: (1,),
 }  # fmt: skip
+# What has one number everywhere, however large it is.
+FILLED = frozenset({
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.expand.default,
+})  # fmt: skip
 USUAL = {aten.split.Tensor: 0, aten.split_with_sizes.default: 0, aten.chunk.default: 0, aten.cat.default: 0}
 USUAL |= {aten.slice.Tensor: 0, aten.unbind.int: 0, aten.topk.default: -1, aten.sort.default: -1, aten.glu.default: -1}
 
@@ -46,6 +56,7 @@ VIEWS = frozenset({
 
 ALONG_IT = "reads along what tp divides: each rank would take its part for the whole"
 CUT = "cuts what tp deals out, as where heads are counted by a constant: each rank would take parts of heads for heads"
+COUNTED = "is made of a size that tp divides: each rank would count its part for the whole"
 OTHERWISE = "is not called as often where tp divides the model as in the whole of it"
 
 
@@ -58,10 +69,10 @@ class ShardMismatch:
 
 
 def places(graph: fx.Graph) -> Places:
-    """The shapes of a graph's values."""
-    out: dict[tuple[str, str], list[Shape | None]] = defaultdict(list)
+    """The shapes of a graph's values, and the numbers they are made with."""
+    out: dict[tuple[str, str], list[tuple[Shape | None, Numbers]]] = defaultdict(list)
     for node, place in _placed(graph, ()):
-        out[place].append(_shape(node))
+        out[place].append((_shape(node), _numbers(node)))
     return out
 
 
@@ -77,7 +88,9 @@ def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Shar
     for node, place in _placed(graph, apart):
         if counts[place] != len(whole.get(place, ())):
             return ShardMismatch(node, OTHERWISE)
-        here, there = _shape(node), next(left[place])
+        here, (there, numbers) = _shape(node), next(left[place])
+        if _numbers(node) != numbers:
+            return ShardMismatch(node, COUNTED)
         divided = any(x in dims or x in several for x in node.all_input_nodes)
         if _reads_along(node, dims):
             return ShardMismatch(node, ALONG_IT)
@@ -88,6 +101,8 @@ def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Shar
         found = [i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
         if divided and not found:
             return ShardMismatch(node, ALONG_IT)
+        if found and not divided and node.op != "get_attr" and node.target not in FILLED:
+            return ShardMismatch(node, COUNTED)
         if len(here) != len(there) or len(found) > 1:
             return ShardMismatch(node, CUT)
         if found:
@@ -118,6 +133,13 @@ def _shape(node: Any) -> Shape | None:
     return tuple(map(int, value.shape)) if isinstance(value, Tensor) else None
 
 
+def _numbers(node: fx.Node) -> Numbers:
+    """What a call is given beside values; whole numbers, which may be sizes, only where elements stay by themselves."""
+    each = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    given = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) is float or (each and type(x) is int)]
+    return tuple(given) if node.op == "call_function" else ()
+
+
 def _repeats(
     node: fx.Node, dim: int, dims: Mapping[fx.Node, Stretches], whole: Mapping[fx.Node, Shape], ranks: int
 ) -> int | None:
@@ -139,6 +161,8 @@ def _repeats(
 
 def _reads_along(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
     target: Any = node.target
+    if target is aten.einsum.default:
+        return _summed(node, dims)
     where = ALONG.get(target)
     if where is None:
         return False
@@ -152,3 +176,17 @@ def _reads_along(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
         along = node.args[where] if len(node.args) > where else node.kwargs.get("dim", USUAL.get(target, ()))
     along = (along,) if isinstance(along, int) else tuple(along or range(len(known[0][1])))
     return any(dim in {a % len(shape) for a in along} for dim, shape in known)
+
+
+def _summed(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
+    """Whether an einsum adds up what is divided.
+
+    >>> graph = fx.Graph(); x = graph.placeholder("x")
+    >>> of = lambda how: _summed(graph.call_function(aten.einsum.default, (how, [x])), {x: (1, 1)})
+    >>> of("ab->b"), of("ab -> a"), of("a...->a")
+    (False, True, True)
+    """
+    terms, _, result = str(node.args[0]).replace(" ", "").partition("->")
+    operands: Any = node.args[1]
+    named = zip(terms.split(","), operands, strict=False)
+    return any(x in dims and ("." in term or term[dims[x][0]] not in result) for term, x in named)

@@ -101,11 +101,16 @@ def shapes_of(module: nn.Module, size: int, length: int) -> Places:
     """Of all that the module computes of such microbatches, for those who hold a part of it against that. The module
     stays as it is, whatever forward notes in it: a copy is called, which has its tensors.
     """
+    root, _ = _watched(copy_of(module), size, length)
+    return places(_tidied(module, root, (size, length))[0])
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """With tensors of the module's own, and what else it holds as it is now."""
     held = {id(t): t for t in (*module.parameters(), *module.buffers())}
     with suppress(Exception):  # what cannot be copied is called itself
-        module = deepcopy(module, held)
-    root, _ = _watched(module, size, length)
-    return places(_tidied(module, root, (size, length))[0])
+        return deepcopy(module, held)
+    return module
 
 
 def _idle(module: nn.Module, graph: fx.Graph) -> frozenset[int]:
@@ -153,14 +158,17 @@ def _again(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, l
 def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     """The whole forward as one graph, with the module's own parameters. No caches: they are for generating text."""
     ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
-    given = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     try:
-        program = torch.export.export(module, (ids,), given, strict=False)
+        return torch.export.export(module, (ids,), options(module), strict=False).module()
     except PiperError:
         raise
     except Exception as error:  # of torch.export, of dynamo, of the user's code: of any kind
         raise _not_exported(module, error) from error
-    return program.module()
+
+
+def options(module: nn.Module) -> dict[str, Any]:
+    """What forward is given beside the ids."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
 
 
 def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> tuple[fx.Graph, str]:
@@ -208,6 +216,12 @@ def _written(what: str) -> PiperError:
 
 def _is_logits(value: object, batch: tuple[int, int]) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == batch
+
+
+def logits_of(found: object, batch: tuple[int, int]) -> Tensor:
+    """Of what a forward returns."""
+    logits: Tensor = next(x for x in tree_leaves(found) if _is_logits(x, batch))
+    return logits
 
 
 def _is_loss(node: fx.Node, again: Collection[fx.Node]) -> bool:
@@ -286,6 +300,9 @@ def pack_seams(module: nn.Module, graph: fx.Graph, at: At, batch: tuple[int, int
     rank = {name: i for i, name in enumerate(order)}
     work = {n: rank[chunks[n]] for n in graph.nodes if n in chunks and n not in again}
     seams = [_alive(work, i) for i in range(len(order) - 1)]
+    if groups := [n for alive in seams for n in alive if not isinstance(n.meta["val"], Tensor)]:
+        message = f"{groups[0].name} crosses a seam, which is several tensors that are made at once"
+        raise model_error(message, "call it in a module below the tag's", "single tensors", "model.module")
     totals = [sum(n.meta["val"].numel() for n in alive) for alive in seams]
     width = max((-(-total // prod(batch)) for total in totals), default=0)
     kinds = {n.meta["val"].dtype for alive in seams for n in alive}

@@ -1,7 +1,9 @@
 """A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
@@ -10,12 +12,14 @@ from torch import Tensor, fx, nn
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided import ModelShard, divide
-from executor.modules.user.exported import export_cut, shapes_of
+from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
 from executor.modules.user.purity import (
     ChunkCall,
     host_seeded,
     outputs,
     refuse_impure,
+    refuse_memory,
+    refuse_unlike,
     unreached,
     without_values,
 )
@@ -28,11 +32,14 @@ from executor.modules.user.routed import (
     UserExpertsOfOneRank,
     cut_at_experts,
     mark_experts,
+    refuse_unlike_experts,
 )
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import run_file
 from ir.graph import expert_rows
+
+MOST_PRODUCTS = 2 * 10**10  # of a forward that is tried with values: a second or so
 
 
 class UserModel:
@@ -85,6 +92,7 @@ class UserModel:
         self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
         self._names = {id(p): n for n, p in self.module.named_parameters()}
         held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
+        self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):
             self._cut = export_cut(self.module, tags, *batch, divided, held, seed, whole) if tags else cut(self.module)
         if self._cut.wants_draws and (divided is not None or experts):
@@ -205,6 +213,11 @@ class UserModel:
         if late := [n for n, p in self.module.named_parameters() if p._post_accumulate_grad_hooks]:
             message, fix = f"{late[0]} has a hook behind its sum of gradients, which nobody would call", "leave it out"
             raise model_error(message, fix, "Tensor.register_hook of a parameter", "model.module")
+        uses = Counter(id(p) for chunk in self._cut.chunks.values() for p in _read(chunk))
+        if twice := [n for n, p in self.module.named_parameters() if p._backward_hooks and uses[id(p)] > 1]:
+            message = f"{twice[0]} is read twice, and has a hook of its gradient, which would be called for each part"
+            fix, allowed = "an autograd.Function in its place", "hooks of parameters that are read once"
+            raise model_error(message, fix, allowed, "model.module")
         if turned := [n for n, p in self.module.named_parameters() if p.is_complex()]:
             message, fix = f"{turned[0]} is complex, which no optimizer here updates", "torch.view_as_complex(real)"
             raise model_error(message, fix, "real parameters; buffers may be complex", "model.module")
@@ -222,9 +235,34 @@ class UserModel:
         with TRACING:
             without_values(lambda: self._try(size, length, refuse_impure))
 
-    def _try(self, size: int, length: int, call: ChunkCall) -> tuple[Tensor, ...]:
+    def refuse_unlike(self, words: int, ep: int) -> None:
+        """Hold what was exported, and a rank's experts, against the module's own code, called twice without values,
+        and by values where that takes no time: torch.export may have gone another way than it goes by itself.
+
+        Raises PiperError (model): another call makes something else, or the graph does, or `grouped`.
+        """
+        for name, found in self.routed.items():
+            refuse_unlike_experts(f"{name}'s experts", self._experts[name], found, ep)
+        if not self._tagged:
+            return
+        batch, modules = self._batch, [copy_of(self._fresh) for _ in range(2)]
+        ids = (torch.arange(prod(batch), device="cpu") % words).view(batch)
+        given = options(self._fresh)
+        with TRACING:
+            refuse_memory(modules[0], lambda x: modules[0](x, **given), ids)
+        short = sum(prod(shape) for shape in self.shapes.values()) * ids.numel() <= MOST_PRODUCTS
+        if short and self._region.tp.size == 1 and not self._cut.wants_draws:
+            with TRACING:
+                refuse_unlike(
+                    lambda: logits_of(modules[1](ids, **given), batch),
+                    lambda: self._try(*batch, lambda _, chunk, x: outputs(chunk(*x)), ids)[0],
+                    "what torch.export took of forward",
+                    "one forward, whether it is exported or not",
+                )
+
+    def _try(self, size: int, length: int, call: ChunkCall, ids: Tensor | None = None) -> tuple[Tensor, ...]:
         """Forward, chunk by chunk; the logits."""
-        ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
+        ids = torch.zeros(size, length, dtype=torch.int64, device="cpu") if ids is None else ids
         x: tuple[Tensor, ...] = (ids,)
         for name, chunk in self._cut.chunks.items():
             more: tuple[Tensor, ...] = (ids,) if name in self._cut.wants_ids else ()
@@ -259,6 +297,15 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _code(chunk: nn.Module | None) -> str:
     """What a chunk calls, with its constants."""
     return str(chunk.graph) if isinstance(chunk, fx.GraphModule) else ""
+
+
+def _read(chunk: nn.Module) -> Iterator[nn.Parameter]:
+    """A chunk's parameters, each as often as it is read, as far as its graph says it."""
+    params = dict(chunk.named_parameters(remove_duplicate=False))
+    nodes = chunk.graph.nodes if isinstance(chunk, fx.GraphModule) else ()
+    held = [n for n in nodes if n.op == "get_attr" and n.target in params]
+    yield from (params[str(n.target)] for n in held for _ in n.users)
+    yield from (p for name, p in params.items() if name not in {n.target for n in held})
 
 
 def _cannot(what: str, allowed: str, fix: str) -> PiperError:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
 from executor.modules.user.annotate import functions_applied, model_error
+from ir.core.errors import PiperError
 
 OWN = torch.library.Library("piper_own", "DEF")
 OWN.define("call(int number, Tensor[] xs) -> Tensor[]")
@@ -75,24 +77,36 @@ torch.library.register_fake("piper_own::call", _shapes, lib=OWN)
 def functions_kept() -> Iterator[list[_OwnCall]]:
     """While a module is exported inside, its own functions are single operators; gives their calls, by number.
 
-    Hooks of gradients, which no graph has, are refused: raises PiperError (model).
+    Hooks of gradients, and of what is kept for them, which no graph has, are refused: raises PiperError (model).
     """
     hook: Any = torch.Tensor.register_hook
+    enter: Any = saved_tensors_hooks.__enter__
     here = get_ident()
 
-    def refused(self: Tensor, called: Callable[..., Any]) -> Any:
+    def refused(what: str) -> PiperError:
+        message = f"forward registers a hook of {what}, which an exported graph has not"
+        fix, allowed = "leave the hook out", "an autograd.Function whose backward does it"
+        return model_error(message, fix, allowed, "model.module")
+
+    def hooked(self: Tensor, called: Callable[..., Any]) -> Any:
         if get_ident() != here:
             return hook(self, called)
-        message, fix = "forward registers a hook of a gradient, which an exported graph has not", "leave the hook out"
-        raise model_error(message, fix, "an autograd.Function whose backward does it", "model.module")
+        raise refused("a gradient")
+
+    def entered(self: saved_tensors_hooks) -> Any:
+        if type(self) is saved_tensors_hooks and get_ident() == here:  # checkpoints' and offloading's change no value
+            raise refused("what is kept for backward")
+        return enter(self)
 
     _calls.clear()
-    type.__setattr__(torch.Tensor, "register_hook", refused)
+    type.__setattr__(torch.Tensor, "register_hook", hooked)
+    type.__setattr__(saved_tensors_hooks, "__enter__", entered)
     try:
         with functions_applied(_kept):
             yield _calls
     finally:
         type.__setattr__(torch.Tensor, "register_hook", hook)
+        type.__setattr__(saved_tensors_hooks, "__enter__", enter)
 
 
 def _kept(plain: Apply, cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from ir.core.errors import PiperError
 
 Call = tuple[object, ...]
 ChunkCall = Callable[[str, nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]
+LITERAL = torch.ops.aten.lift_fresh_copy.default
 WITHOUT_VALUES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UnsupportedFakeTensorException)
 
 
@@ -43,25 +44,51 @@ def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tup
     Raises PiperError (model): it draws random numbers, writes a buffer or a parameter, reads what it computed in an
     earlier call, or makes other calls the second time.
     """
-    held = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}
-    watch = _Watch(name, held)
+    return outputs(_twice(_Watch(name, unit), lambda: unit(*inputs), inputs))
+
+
+def refuse_memory(module: nn.Module, forward: Callable[[Tensor], object], ids: Tensor) -> None:
+    """The same of a forward that is to be exported, whose graph has one call of it for ever; there it may draw.
+
+    Raises PiperError (model). What cannot be run without values is not watched.
+    """
+    watch = _Watch("forward", module, draws=True)
+    with suppress(*WITHOUT_VALUES), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        given = mode.from_tensor(ids)  # whose views are known by their storage
+        _twice(watch, lambda: forward(given), (given,))
+
+
+def refuse_unlike(plain: Callable[[], Tensor], found: Callable[[], Tensor], what: str, fix: str) -> None:
+    """Hold what a run computes against what the user's own code makes of the same values.
+
+    Raises PiperError (model): they are far apart. Code that fails here is not asked.
+    """
+    wanted = made = torch.zeros(())
+    with suppress(Exception), torch.enable_grad():
+        wanted, made = plain().detach(), found().detach()
+    near = float(wanted.nan_to_num().abs().max()) * torch.finfo(wanted.dtype).eps ** 0.5
+    if wanted.shape != made.shape or not torch.allclose(made, wanted, rtol=0.0, atol=near, equal_nan=True):
+        message = f"{what} makes something else than the module's own forward"
+        raise model_error(message, fix, "the same results", "model.module")
+
+
+def _twice(watch: "_Watch", call: Callable[[], object], inputs: tuple[Tensor, ...]) -> object:
     calls: list[list[Call]] = []
-    out: tuple[Tensor, ...] = ()
+    found, name = None, watch.name
     for _ in range(2):
         before = (random.getstate(), numpy_state())
         watch.begin(inputs)
         with watch:
-            found = unit(*inputs)
+            found = call()
         if before != (random.getstate(), numpy_state()):
             raise _impure(name, "draws random numbers on the host", "Python's random or numpy.random in forward")
-        out = outputs(found)
         calls.append(watch.calls)
     first, second = calls
     if first != second:
         at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
         one = first[at][0] if at < len(first) else "nothing"
         raise _impure(name, f"does not do the same twice (from {one} on)", "values of the clock, the host or a counter")
-    return out
+    return found
 
 
 def outputs(found: Any) -> tuple[Tensor, ...]:
@@ -95,9 +122,11 @@ def without_values(convert: Callable[[], object]) -> None:
 class _Watch(OpWatch):
     """Every op of a forward, and where the tensors it reads come from."""
 
-    def __init__(self, name: str, held: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, unit: nn.Module, *, draws: bool = False) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.draws = name, draws
+        beside = {n: t for m in unit.modules() for n, t in vars(m).items() if isinstance(t, Tensor)}
+        held = {**beside, **dict(unit.named_parameters()), **dict(unit.named_buffers())}
         self.held = {id(t.untyped_storage()): n for n, t in held.items()}
         self.views: list[Any] = []  # held, so that no other storage gets their numbers
         self.calls: list[Call] = []
@@ -121,7 +150,8 @@ class _Watch(OpWatch):
         out = func(*args, **given)
         scalars = [x for x in tree_leaves((args, given)) if not isinstance(x, Tensor)]
         call: Call = (str(func), *(repr(x) for x in scalars), *(tuple(t.shape) for t in read))
-        views = any(r.alias_info is not None for r in func._schema.returns)
+        # Without values, each copy of a number written in forward has one storage, as a view has.
+        views = func is LITERAL or any(r.alias_info is not None for r in func._schema.returns)
         if views and stores and stores[0] in self.held:  # without values, a parameter's view has a storage of its own
             named = self.held[stores[0]]
             self.views += [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -138,7 +168,7 @@ class _Watch(OpWatch):
         return out
 
     def _refuse_random(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if self.draws or torch.Tag.nondeterministic_seeded not in func.tags:
             return
         names = [a.name for a in func._schema.arguments]
         if "dropout_p" in names:  # attention, which draws only where it drops out

@@ -8,8 +8,10 @@ have all tokens, send a stretch of them each.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from executor.modules.functions import grouped_linear, unpermute
 from executor.modules.moe import ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
 from executor.modules.user.annotate import copied, made_again, model_error
+from executor.modules.user.purity import refuse_unlike
 from executor.modules.user.writes import made_of, storages, unlike, written
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.inline import RankRegion
@@ -45,6 +48,7 @@ def mark_experts(module: nn.Module, pattern: str, ranks: int, index: int) -> lis
     Raises PiperError (model, job): a module is no experts; there are not as many for each rank.
     """
     found = [(path, part) for path, part in module.named_modules() if path and fnmatchcase(path, pattern)]
+    made: dict[int, nn.Parameter] = {}  # what two layers share stays one
     for number, (path, part) in enumerate(found):
         count = _check(path, part)
         if count % ranks:
@@ -53,18 +57,21 @@ def mark_experts(module: nn.Module, pattern: str, ranks: int, index: int) -> lis
             raise job_error("parallel.ep", message, f"ep = {near}", f"divisors of {count}")
         for sub in part.modules():
             for name, p in list(sub.named_parameters(recurse=False)):
-                share = ParamShard(tuple(p.shape), (ShardCut(0, index, ranks, (count,)),))
-                sub.register_parameter(name, nn.Parameter(share.take(p.detach()), p.requires_grad))
-        vars(part)["forward"] = _Mark(number)
+                if id(p) not in made:
+                    share = ParamShard(tuple(p.shape), (ShardCut(0, index, ranks, (count,)),))
+                    made[id(p)] = nn.Parameter(share.take(p.detach()), p.requires_grad)
+                sub.register_parameter(name, made[id(p)])
+        vars(part)["forward"] = _Mark(number, signature(part.forward))
     return [part for _, part in found]
 
 
 @dataclass(frozen=True)
 class _Mark:
     number: int
+    takes: Signature
 
     def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
-        found: Tensor = _experts(*given, *named.values(), self.number)
+        found: Tensor = _experts(*self.takes.bind(*given, **named).arguments.values(), self.number)
         return found
 
 
@@ -164,7 +171,7 @@ class ExpertChunk:
     add: fx.GraphModule
     number: int  # which of the model's experts
     top_k: int
-    tokens: int
+    width: int  # features of a token
     carried: int
 
 
@@ -196,9 +203,41 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
     router = _graph(inputs, [n for n in nodes if n in before], (*marks[0].args[:3], *carried))
     add = _graph([marks[0], *carried], behind[:-1], behind[-1].args[0])
     made = [fx.GraphModule(chunk, g, class_name=f"{n}_{name}") for n, g in (("Router", router), ("Add", add))]
-    return ExpertChunk(made[0], made[1], marks[0].args[3], values[1].shape[1], len(values[0]), len(carried))
+    return ExpertChunk(made[0], made[1], marks[0].args[3], values[1].shape[1], values[0].shape[1], len(carried))
 
 
 def _graph(inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.Graph:
     """A graph of some nodes, and of the parameters and constants that they read."""
     return copied({n: f"x{k}" for k, n in enumerate(inputs)}, (n for n in body if n.op != "placeholder"), out)
+
+
+def refuse_unlike_experts(name: str, part: nn.Module, cut: ExpertChunk, ranks: int) -> None:
+    """Hold `grouped` of the last rank's experts against the forward of all, on a few tokens for each.
+
+    Raises PiperError (model): another result, or a row's depends on how many rows there are or on the calls before.
+    """
+    count, k = next(part.parameters()).shape[0], cut.top_k
+    here, local = count // ranks, deepcopy(part)
+    first = count - here
+    for p in local.parameters():
+        p.data = p.data[first:].clone()
+    draw, dtype = torch.Generator("cpu").manual_seed(0), next(part.parameters()).dtype
+    like: dict[str, Any] = {"dtype": dtype, "generator": draw, "device": "cpu"}
+    tokens, weights = torch.randn(count, cut.width, **like), torch.rand(count, k, **like)
+    index = (torch.arange(count, device="cpu").unsqueeze(1) + torch.arange(k, device="cpu")) % count
+    weights = weights.masked_fill(index < first, 0.0)
+    order = index.flatten().argsort(stable=True)[first * k :]
+    rows = tokens.repeat_interleave(k, 0)
+
+    def ours() -> Tensor:
+        made = torch.zeros_like(rows)
+        made[order] = grouped(local, rows[order].clone(), [k] * here)
+        return (made.view(count, k, -1) * weights.unsqueeze(-1)).sum(1)
+
+    def of_first(times: int) -> Tensor:
+        crowd = rows[order[:k]].repeat_interleave(times, 0)
+        return grouped(local, crowd, [k * times, *[0] * (here - 1)])[::times]
+
+    fix = "grouped(rows, counts) of each row and its expert's parameters alone"
+    refuse_unlike(lambda: type(part).forward(part, tokens, index, weights), ours, f"grouped of {name}", fix)
+    refuse_unlike(lambda: of_first(1), lambda: of_first(9), f"grouped of {name}, of more rows,", fix)

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Collection, Iterable
 
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import ancestors
 
@@ -15,7 +16,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
     to = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for t in to if isinstance(t, fx.Node)]
+    return [t for t in tree_leaves(to) if isinstance(t, fx.Node)]  # a `_foreach` call writes a list
 
 
 def storages(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -82,6 +82,10 @@ def _t5(v: ModelValues, row: Row) -> Row:
     acts = {"relu": ("relu", False), "gelu": ("gelu", False), "gated-gelu": ("gelu_new", True)}
     acts |= {"gated-silu": ("silu", True)}
     act, gated = acts[v.one_of("feed_forward_proj", tuple(acts))]
+    for key, own in (("is_gated_act", gated), ("dense_act_fn", act)):  # what it says, written out
+        if v.get(key) not in (None, own):
+            message = f"{v.get(key)!r}, but feed_forward_proj = {v.get('feed_forward_proj')!r} is otherwise"
+            v.refuse(key, message, allowed=str(own), fix=f"leave {key} out")
     layers = encoder + v.size_or("num_decoder_layers", encoder)
     said = "scale_decoder_outputs" if "scale_decoder_outputs" in v.given else "tie_word_embeddings"
     scaled = {"multipliers": {"logits": v.size("d_model") ** -0.5}} if v.flag(said) and row["scales"] else {}
@@ -139,6 +143,9 @@ def _latent(v: ModelValues) -> LatentAttention:
 
 def _deepseek(v: ModelValues, row: Row) -> Row:
     mla = _latent(v)
+    if v.get("head_dim") not in (None, mla.rope_dim):  # transformers' class would turn so many features
+        message = f"{v.get('head_dim')}, but qk_rope_head_dim = {mla.rope_dim} features are turned"
+        v.refuse("head_dim", message, allowed=f"{mla.rope_dim} or null", fix="leave head_dim out")
     if (mtp := v.size("num_nextn_predict_layers")) > 1:
         # A second module reads the first one's hidden state beside the last layer's; nobody has published one.
         v.refuse("num_nextn_predict_layers", f"{mtp} prediction modules are not built", allowed="0, 1", fix="1")

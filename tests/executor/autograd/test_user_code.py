@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from executor.autograd.compiled import CompiledPart, _traced
 from executor.autograd.split import SplitPass
 from executor.frontend.capture import capture
+from executor.frontend.measure import without_values
 from executor.modules.user.annotate import annotate
 from executor.modules.user.model import UserModel
 from ir.core.errors import PiperError
@@ -212,6 +214,19 @@ def hooked(layer: Layer, x: Tensor) -> Tensor:
     return y
 
 
+def packed(layer: Layer, x: Tensor) -> Tensor:
+    """What is kept for backward is kept coarsely."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.double()):
+        return torch.tanh(layer.linear(x))
+
+
+def with_hook_of_two() -> Net:
+    """A net one of whose weights is read twice, and has a hook."""
+    net = Net(lambda layer, x: layer.linear(layer.linear(x)))
+    net.layers[1].get_parameter("linear.weight").register_hook(lambda grad: grad.clamp(-1, 1))
+    return net
+
+
 def with_module_hook() -> Net:
     """A net one of whose linears has a hook."""
     net = Net(lambda layer, x: layer.linear(x))
@@ -237,6 +252,8 @@ def with_complex_parameter() -> Net:
     ("build", "said"),
     [
         (lambda: Net(hooked), "registers a hook of a gradient"),
+        (lambda: Net(packed), "registers a hook of what is kept for backward"),
+        (with_hook_of_two, r"layers\.1\.linear\.weight is read twice, and has a hook"),
         (with_module_hook, r"layers\.1\.linear has a hook of its gradient"),
         (with_late_hook, r"embed\.weight has a hook behind its sum"),
         (with_complex_parameter, r"layers\.0\.turns is complex"),
@@ -245,6 +262,13 @@ def with_complex_parameter() -> Net:
 def test_what_a_graph_could_not_keep_is_refused(build: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(PiperError, match=said):
         both(build)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_layers_that_build_copies_have_no_values_either() -> None:
+    with without_values():
+        first = nn.Linear(WIDTH, WIDTH)
+        assert deepcopy(first)(first(torch.ones(*BATCH, WIDTH))).shape == (*BATCH, WIDTH)
 
 
 class Viewed(nn.Module):

@@ -169,6 +169,8 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "scores of all features": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "attention of one head": lambda x: F.scaled_dot_product_attention(x, x, x),
     "its length": lambda x: x * x.norm(dim=-1, keepdim=True),
+    "products that it adds up": lambda x: torch.einsum("bto,btp->bto", x, x),
+    "groups of features": lambda x: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
     "heads turned": lambda x: heads(x).transpose(1, 2).cumsum(1).transpose(1, 2).flatten(2),
 }
 BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -177,6 +179,8 @@ BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
     "features of heads turned": lambda x: torch.cat((-(h := heads(x))[..., 1:], h[..., :1]), -1).flatten(2),
     "tokens shifted": lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)),
     "all of it": lambda x: x[..., :],
+    "products of features": lambda x: torch.einsum("bto,bto->bto", x, x),
+    "ones": lambda x: x * torch.ones(x.shape[-1]) + x.new_zeros(x.shape),
     "attention": lambda x: F.scaled_dot_product_attention(*[heads(x).transpose(1, 2)] * 3).transpose(1, 2).flatten(2),
     "scores of heads": lambda x: (
         (((h := heads(x).transpose(1, 2)) @ h.transpose(2, 3)).softmax(-1) @ h).transpose(1, 2).flatten(2)
@@ -228,6 +232,24 @@ def test_what_reads_along_what_is_divided_is_refused(name: str) -> None:
     with pytest.raises(PiperError, match="reads along what tp divides") as info:
         _between(ALONG[name], 2)
     assert info.value.kind.exit_code == 2
+
+
+COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "positions": lambda x: x + torch.arange(x.shape[-1]),
+    "root of the width": lambda x: x / x.shape[-1] ** 0.5,
+    "whole width": lambda x: x / x.shape[-1],
+    "elements": lambda x: x.div_(x.numel()) if x.numel() else x,
+    "features reversed": lambda x: x[..., torch.arange(x.shape[-1] - 1, -1, -1)],
+    "a stretch of a table": lambda x: x * torch.ones(16).cumsum(0)[: x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_is_made_of_the_size_that_is_divided_is_refused(name: str) -> None:
+    assert _between(COUNTED[name], 1).chunks == ("embed", "l0", "l1"), "whole, it is fine"
+    with pytest.raises(PiperError, match="is made of a size that tp divides") as info:
+        _between(COUNTED[name], 2)
+    assert info.value.kind.exit_code == 2 and "layers.0" in info.value.message
 
 
 CUT: dict[str, Callable[[Tensor], Tensor]] = {

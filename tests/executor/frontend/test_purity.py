@@ -105,6 +105,60 @@ def test_what_depends_on_them_alone_is_not(twist: Twist) -> None:
     UserModel(lambda: Net(twist)).refuse_impure(2, 3)
 
 
+def _lists(m: nn.Module, x: Tensor) -> Tensor:
+    vars(m).setdefault("seen", []).append(1)
+    return x * len(vars(m)["seen"])
+
+
+def _hides(m: nn.Module, x: Tensor) -> Tensor:
+    m._buffers["mean"] = m.mean * 0.9 + 0.1
+    return x - m.mean
+
+
+def _each(m: nn.Module, x: Tensor) -> Tensor:
+    torch._foreach_add_([m.mean], 1.0)
+    return x - m.mean
+
+
+LATER: dict[str, tuple[Twist, str]] = {
+    "memory": (_remembers, "reads what an earlier call computed"),
+    "a list": (_lists, "does not do the same twice"),
+    "the clock": (lambda m, x: x * time.perf_counter_ns(), "does not do the same twice"),
+    "a generator without a seed": (lambda m, x: x * float(np.random.default_rng().random()), "not do the same twice"),
+    "a buffer, unseen": (_hides, "reads what an earlier call computed"),
+    "a list of buffers": (_each, "writes layer.mean in forward"),
+}
+TAGS = {"PP": "layer"}
+ASSIGNED = pytest.mark.filterwarnings("ignore:The tensor attribute")  # torch.export's, which a run shows and goes on
+
+
+@ASSIGNED
+@pytest.mark.parametrize(("twist", "said"), LATER.values(), ids=LATER)
+def test_what_a_graph_would_have_of_one_call_for_ever_is_refused(twist: Twist, said: str) -> None:
+    with pytest.raises(PiperError, match=said):
+        UserModel(lambda: Net(twist), tags=TAGS, batch=(2, 3)).refuse_unlike(8, 1)
+
+
+def _literal(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.zeros_like(x).index_add_(1, torch.tensor([2, 0, 1]), x)
+
+
+@ASSIGNED
+@pytest.mark.parametrize("twist", [*PURE.values(), _literal], ids=[*PURE, "numbers written in forward"])
+def test_what_does_not_is_exported_and_makes_the_same(twist: Twist) -> None:
+    model = UserModel(lambda: Net(twist), tags=TAGS, batch=(2, 3))
+    model.refuse_impure(2, 3)
+    model.refuse_unlike(8, 1)
+
+
+@pytest.mark.parametrize("asks", [torch.compiler.is_exporting, torch.compiler.is_compiling])
+def test_a_forward_that_goes_another_way_where_it_is_exported_is_refused(asks: Callable[[], bool]) -> None:
+    model = UserModel(lambda: Net(lambda m, x: x * 3 if asks() else x), tags=TAGS, batch=(2, 3))
+    with pytest.raises(PiperError, match="something else than the module's own forward") as info:
+        model.refuse_unlike(8, 1)
+    assert info.value.kind.exit_code == 2 and info.value.suggestion
+
+
 def test_values_drawn_on_the_host_at_the_start_are_the_same_on_every_rank() -> None:
     def build() -> Net:
         net = Net(lambda m, x: x)

@@ -154,6 +154,69 @@ def test_what_is_no_experts_is_refused(net: Any, ep: int, said: str) -> None:
     assert said in info.value.message and info.value.kind.exit_code == 2
 
 
+class Numbered(Experts):
+    """Told apart by a buffer, which no rank has a part of."""
+
+    sizes: Tensor
+
+    def __init__(self, *_: int) -> None:
+        super().__init__()
+        self.register_buffer("sizes", torch.arange(1.0, 5.0))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Each is as large as its number."""
+        return super().forward(x, index, weights * self.sizes[index])
+
+    def grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """The numbers of the first rank's."""
+        each = super().grouped(rows, counts).split(counts)
+        return torch.cat([y * size for y, size in zip(each, self.sizes, strict=False)])
+
+
+class Unlike(Experts):
+    """Another function for plans than for plain torch."""
+
+    def __init__(self, *_: int) -> None:
+        super().__init__()
+
+    def grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Twice."""
+        return 2 * super().grouped(rows, counts)
+
+
+class Crowded(Unlike):
+    """At most so many rows have an expert."""
+
+    def grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """The others nothing."""
+        each = Experts.grouped(self, rows, counts).split(counts)
+        return torch.cat([y * (torch.arange(len(y)) < 8).unsqueeze(-1) for y in each])
+
+
+@pytest.mark.parametrize(("kind", "ep", "said"), [(Numbered, 2, ""), (Unlike, 1, ""), (Crowded, 1, ", of more rows,")])
+def test_experts_that_are_others_in_a_plan_are_refused(kind: Any, ep: int, said: str) -> None:
+    UserModel(Net, tags=TAGS, batch=(2, 3)).refuse_unlike(8, ep)
+    with pytest.raises(PiperError, match=f"grouped of l0's experts{said} makes something else") as info:
+        UserModel(lambda: Net(kind), tags=TAGS, batch=(2, 3)).refuse_unlike(8, ep)
+    assert info.value.kind.exit_code == 2
+
+
+def test_experts_of_two_layers_stay_one_and_are_called_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared() -> Net:
+        net = Net()
+        first, second = (layer.get_submodule("experts") for layer in net.layers)
+        second.register_parameter("weight", first.get_parameter("weight"))
+        return net
+
+    found = UserModel(shared, tags=TAGS, batch=(2, 3), shard=ModelShard(ep=2)).module
+    assert found.get_parameter("layers.0.experts.weight") is found.get_parameter("layers.1.experts.weight")
+    given: list[object] = []
+    monkeypatch.setattr(routed, "_experts", lambda *args: given.extend(args))
+    x, index, weights = torch.ones(1), torch.ones(2), torch.ones(3)
+    found.get_submodule("layers.0.experts")(weights=weights, x=x, index=index)
+    assert [*map(id, given[:3])] == [*map(id, (x, index, weights))]
+
+
 def test_exchanges_stand_in_the_plan_and_are_predicted(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(text(capture(Net(), batch=(1, 8), dtype=DType.FP32, tags=TAGS, ep=2)))

@@ -154,6 +154,33 @@ def test_a_small_model_has_the_parameters_and_flops_of_transformers_own(model_ty
     assert (config.mixer is not None) >= (recurrent > 0)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("nemotron_h", "tie_word_embeddings", True),
+        ("bert", "tie_word_embeddings", False),
+        ("megatron-bert", "tie_word_embeddings", False),
+        ("apertus", "hidden_act", "gelu"),
+        ("phimoe", "num_experts_per_tok", 4),
+        ("t5", "is_gated_act", True),
+        ("mt5", "dense_act_fn", "relu"),
+        ("deepseek_v3", "head_dim", 8),
+        ("deepseek_v2", "head_dim", 8),
+    ],
+)
+def test_a_value_of_which_transformers_class_makes_something_else_is_refused(model_type, key, value):
+    with pytest.raises(PiperError) as e:
+        config_from({**small(model_type), key: value}, "config.json")
+    assert (e.value.key, e.value.kind.exit_code) == (key, 2) and e.value.allowed
+
+
+def test_heliums_output_projection_has_no_bias():
+    raw = {**small("helium"), "attention_bias": True}
+    hub, whole, _ = counted(raw, TOKENS)
+    config = config_from(raw, "small")
+    assert parameters(config) == sum(p.numel() for p in hub.parameters()) and priced(config, TOKENS)[0] == whole
+
+
 def test_experts_in_a_space_of_their_own_are_transformers_own():
     raw = {**small("nemotron_h"), "moe_latent_size": 28}
     hub, whole, recurrent = counted(raw, TOKENS)
