@@ -75,6 +75,7 @@ def _masked(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     act, gated = _activation(d, f)
     d.expect(not gated, "activation", "BERT's MLP has no gate")
     d.expect(f.get("norm") != "rms", "norm", "BERT's norms are LayerNorms")
+    d.expect(not f.get("untied"), "untied", "BERT's head is its table of words")
     drops = {"hidden_dropout_prob": f.get("hidden_dropout"), "attention_probs_dropout_prob": f.get("attention_dropout")}
     return {
         "model_type": "megatron-bert",
@@ -85,7 +86,6 @@ def _masked(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
         "intermediate_size": _ffn(d, f, gated),
         "max_position_embeddings": f.get("positions") or f.get("seq_len") or 512,
         "hidden_act": act,
-        "tie_word_embeddings": not f.get("untied", False),
         **{k: v for k, v in drops.items() if v is not None},
     }
 
@@ -98,7 +98,7 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     d.filled |= {tables()["keys"][k]: (v, f"{d.framework}'s default") for k, v in usual.items() if k not in f}
     values = {**usual, **f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
     idle = () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale")
-    for fact in (*idle, *(() if f.get("mla") else LATENT)):  # a log has them in any case
+    for fact in (*idle, *(("head_dim",) if f.get("mla") else LATENT)):  # a log has them in any case
         values.pop(fact, None)
     names = {n: aliases(kind).get(k, k) for n, k in tables()["config"].items()}
     out = {"model_type": kind} | {
