@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest, printable
-from piper_sim.app.ending import abandon_stdout, open_streams, unexpected, unwinding
+from piper_sim.app.ending import abandon, open_streams, told, unexpected, unwinding
 
 _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 COMMANDS: Mapping[str, str] = _TABLE["commands"]
@@ -97,15 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PiperError as e:
         return _report(e, as_json)
     except BrokenPipeError:
-        abandon_stdout()
+        abandon(sys.stdout)
         return 0
     except OSError as e:
         if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             return _report(unexpected(e, args), as_json)
-        abandon_stdout()  # a full disk behind `> file`; files under --out have errors of their own
+        abandon(sys.stdout)  # a full disk behind `> file`; files under --out have errors of their own
         return _report(PiperError(ErrorKind.IO, f"cannot write to stdout: {e.strerror}", key="stdout"), False)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        told("interrupted", sys.stderr)
         if as_json:
             _report(PiperError(ErrorKind.USAGE, "interrupted", key="SIGINT"), True)
         return 130
@@ -217,11 +217,9 @@ def _dispatch_torch(parsed: argparse.Namespace) -> int:
 
 def _report(e: PiperError, as_json: bool) -> int:
     if e.details:
-        print(printable(e.details.rstrip()), file=sys.stderr)
-    if as_json:
-        print(json.dumps({"schema_version": 1, "error": e.to_dict()}))
-    else:
-        print(f"error: {e}", file=sys.stderr)
+        told(printable(e.details.rstrip()), sys.stderr)
+    if not as_json or not told(json.dumps({"schema_version": 1, "error": e.to_dict()}), sys.stdout):
+        told(f"error: {e}", sys.stderr)
     return e.kind.exit_code
 
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from ir.core.errors import ErrorKind, PiperError
 
@@ -60,10 +60,20 @@ def open_streams() -> None:
             stream.reconfigure(errors="piper_sim.plainly")
 
 
-def abandon_stdout() -> None:
+def abandon(stream: TextIO) -> None:
     """Nobody reads on, or nothing more fits: what is left to write leads nowhere."""
     with suppress(OSError, ValueError):  # what is left in the buffer would fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def told(text: str, stream: TextIO) -> bool:
+    """Print a last line, where that can be; whether it could."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        abandon(stream)
+        return False
+    return True
 
 
 @contextmanager

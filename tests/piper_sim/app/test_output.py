@@ -166,6 +166,23 @@ def test_stdout_on_a_full_disk_is_an_error_of_ours(shell: Shell, job: Any) -> No
     assert done.returncode == 2 and "No space left" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("flags", "full"), [(["--json"], "stdout"), ([], "stderr"), (["--json"], "both")])
+def test_an_error_that_cannot_be_written_keeps_its_code(shell: Shell, flags: list[str], full: str) -> None:
+    with open("/dev/full", "w") as nowhere:
+        ends = {end: subprocess.PIPE if full not in (end, "both") else nowhere for end in ("stdout", "stderr")}
+        done = shell("simulate", "none.toml", *flags, **ends)
+    assert done.returncode == 2 and "Traceback" not in f"{done.stdout}{done.stderr}"
+    assert ("cannot read" in (done.stderr or "")) is (full == "stdout")
+
+
+def test_python_finds_the_command_and_no_library_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("print('mine')")
+    line = [sys.executable, "-m", "piper_sim", "schedule", "gpipe", "--ranks=1", "--microbatches=1", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["schema_version"] == 1
+
+
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, job: Any) -> None:
     code = "import sys; from piper_sim.app.cli import main; sys.exit(main(sys.argv[1:]))"
     args = [sys.executable, "-c", code, "plan", job(schedule={"microbatches": 64})]
