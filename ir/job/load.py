@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import fields, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,19 @@ def load_job(path: str | Path | Mapping[str, Any], set: Iterable[str] = ()) -> J
     >>> load_job({"model": {"config": "tiny-llama"}}, set=["parallel.pp=2"]).parallel.pp
     2
     """
+    sets = [set] if isinstance(set, str) else set  # else each letter would be an override
     if isinstance(path, Mapping):
-        return job_from(path, set)
-    return job_from(read_toml(path, FORM), set, str(path))
+        return job_from(path, sets)
+    if not isinstance(path, (str, PathLike)):
+        said, may = f"no job can be read from {path!r:.40}", "a path, or sections as a mapping"
+        raise PiperError(ErrorKind.USAGE, said, key="load_job", allowed=may, suggestion=_FIX)
+    return job_from(read_toml(path, FORM), sets, str(path))
+
+
+def no_job(given: object) -> PiperError:
+    """The error of a path, sections or a list where the library takes a job."""
+    said, fix = f"{given!r:.40} is no job", "piper_sim.load_job(path or sections)"
+    return PiperError(ErrorKind.USAGE, said, key="job", allowed="what load_job returns", suggestion=fix)
 
 
 def job_from(table: Mapping[str, Any], sets: Iterable[str] = (), file: str = "job") -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from html import escape
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming
+from ir.job.load import no_job
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
 from piper_sim.report.units import GIB, duration
 from piper_sim.study.history import PredictionBacktest, applied, backtest
@@ -83,7 +84,7 @@ class Comparison:
 
 
 def compare(
-    jobs: Job | Sequence[Job], schedules: Sequence[str] | None = None, progress: Progress = nullcontext
+    jobs: Job | Iterable[Job], schedules: Sequence[str] | None = None, progress: Progress = nullcontext
 ) -> Comparison:
     """Predict each job under each of some schedules.
 
@@ -97,9 +98,16 @@ def compare(
     >>> sorted(r["schedule"] for r in compare(job, ["gpipe", "1f1b"]).rows), compare([job, job]).rows[0]["job"]
     (['1f1b', 'gpipe'], 'job')
     """
+    if isinstance(jobs, (str, Mapping)) or not isinstance(jobs, (Job, Iterable)):
+        raise no_job(jobs)
     many = [jobs] if isinstance(jobs, Job) else list(jobs)
+    if wrong := [job for job in many if not isinstance(job, Job)]:
+        raise no_job(wrong[0])
     if not many:
         raise PiperError(ErrorKind.USAGE, "no job to compare", key="compare")
+    if isinstance(schedules, str) or (schedules is not None and not schedules):
+        fix = f'["{DEFAULT_SCHEDULE}", "zbv"]'
+        raise PiperError(ErrorKind.USAGE, f"{schedules!r} is no list of schedules", key="schedules", suggestion=fix)
     names = SIX if schedules is None and len(many) == 1 else schedules
     past, found = list[PredictionBacktest | None](), list[tuple[Object, Prediction | None]]()
     for job in many:

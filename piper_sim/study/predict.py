@@ -4,6 +4,7 @@ from cost_models import DeviceHardware
 from ir.core.errors import job_error
 from ir.job import Job
 from ir.job.cache import PLANS
+from ir.job.load import no_job
 from piper_sim.compiled.choose import TRIED, steady
 from piper_sim.engine.scenario import EngineScenario
 from piper_sim.pricing.costs import OpCosts
@@ -33,6 +34,8 @@ def predict(job: Job) -> Prediction:
     >>> p.fits, list(p.breakdown.index), list(p.memory.columns[:3])
     (True, [0, 1], ['parameters', 'gradients', 'optimizer'])
     """
+    if not isinstance(job, Job):
+        raise no_job(job)
     return simulated(planned(job, hardware_of(job)))
 
 

@@ -163,3 +163,23 @@ def test_a_profile_of_another_device_is_said_to_be_one(of: str, gpu: str, said: 
     found = piper_sim.predict(piper_sim.load_job(job)).to_dict()["warnings"]
     warning = f"costs.profile is of {of or 'Xeon'}, cluster.gpu = {gpu!r}: what it holds are that machine's seconds"
     assert found == ([warning] if said else [])
+
+
+@pytest.mark.parametrize("given", [None, 3, "job.toml", TABLE, [TABLE]])
+@pytest.mark.parametrize("asked", ["predict", "compare", "search", "explain"])
+def test_what_is_no_job_is_refused_with_the_line_that_makes_one(asked: str, given: Any) -> None:
+    with pytest.raises(piper_sim.PiperError, match="is no job") as e:
+        getattr(piper_sim, asked)(given)
+    assert e.value.kind is piper_sim.ErrorKind.USAGE and "load_job" in str(e.value.suggestion)
+
+
+def test_strings_and_nothing_where_lists_and_files_are_asked_for() -> None:
+    job = piper_sim.load_job(TABLE, set="parallel.pp=1")
+    assert job.parallel.pp == 1
+    for schedules in ("1f1b", ()):
+        with pytest.raises(piper_sim.PiperError, match="no list of schedules"):
+            piper_sim.compare(job, schedules)
+    with pytest.raises(piper_sim.PiperError, match="no job can be read"):
+        piper_sim.load_job(None)  # type: ignore[arg-type]
+    with pytest.raises(piper_sim.PiperError, match="3 is no job"):
+        piper_sim.explain(job, 3)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.job import Job
 from ir.job.build import blaming
+from ir.job.load import no_job
 from piper_sim.folding.ground import DevicePlacement, RankPositions
 from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.explain.blame import CAUSES, OpBlame, busy_ticks, idle_ticks, phases
@@ -80,6 +81,9 @@ def explain(a: Job, b: Job | None = None, progress: Progress = nullcontext) -> S
     >>> found.critical_path[-1]["end_s"] == found.iteration_s, found.what_ifs[0].gain_s > 0
     (True, True)
     """
+    for given in (a,) if b is None else (a, b):
+        if not isinstance(given, Job):
+            raise no_job(given)
     first = _predicted(a, progress)
     found = explained(first, what_ifs(a, first, progress))
     if b is None:

@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
+from ir.job.load import no_job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
 from piper_sim.study.search.bound import JobBound, JobBounds
@@ -111,6 +112,8 @@ def search(
     >>> found.proven, found.best["fits"]
     (True, True)
     """
+    if not isinstance(job, Job):
+        raise no_job(job)
     if job.search.objective == "cost" and job.cluster.price is None:
         fix = "price = 2.5, of one GPU for an hour"
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
