@@ -115,9 +115,8 @@ def _users(
     graph = {p.name: p.shape for e in entries for p in e.part.params}
     if model.chunks != tuple(parts) or model.shapes != graph:
         raise _another(job.model.graph or "", reference, model, tuple(parts), graph)
-    if region is None or region.tp.size == 1:  # a rank among others would wait for them
-        model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
     if region is None:  # once, before any rank starts
+        model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
         model.refuse_unlike(prepared.config.vocab, prepared.mesh.sizes["ep"])
     last = prepared.stages - 1
     if far := [e.chunk.name for e in entries if e.chunk.name in model.reads_tokens and e.stage not in (0, last)]:
