@@ -1,18 +1,20 @@
 """A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
+from executor.modules.user.own_functions import is_own
 from executor.modules.user.purity import (
     ChunkCall,
     host_seeded,
@@ -39,7 +41,8 @@ from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import run_file
 from ir.graph import expert_rows
 
-MOST_PRODUCTS = 2 * 10**10  # of a forward that is tried with values: a second or so
+MOST_PRODUCTS = 4 * 10**9  # of a forward that is tried with values: a second or so, on a core that others use
+MOST_FOR_EXPERTS = 2 * 10**8  # of a layer's: transformers may copy as many weights to multiply by them
 
 
 class UserModel:
@@ -75,7 +78,7 @@ class UserModel:
         with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with host_seeded(seed):
-                module = build()
+                module = _built(build)
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
         self.module = module if dtype is None else _cast(module, dtype)
@@ -241,15 +244,23 @@ class UserModel:
 
         Raises PiperError (model): another call makes something else, or the graph does, or `grouped`.
         """
+        left = MOST_PRODUCTS
         for name, found in self.routed.items():
-            refuse_unlike_experts(f"{name}'s experts", self._experts[name], found, ep)
+            if left > 0:  # of large ones those of the first layers
+                left -= refuse_unlike_experts(f"{name}'s experts", self._experts[name], found, ep, MOST_FOR_EXPERTS)
         if not self._tagged:
             return
         batch, modules = self._batch, [copy_of(self._fresh) for _ in range(2)]
         ids = (torch.arange(prod(batch), device="cpu") % words).view(batch)
         given = options(self._fresh)
         with TRACING:
-            refuse_memory(modules[0], lambda x: modules[0](x, **given), ids)
+            refuse_memory(
+                modules[0],
+                lambda x: logits_of(modules[0](x, **given), batch),
+                ids,
+                self._backward,
+                bool(self._cut.wants_draws),
+            )
         short = sum(prod(shape) for shape in self.shapes.values()) * ids.numel() <= MOST_PRODUCTS
         if short and self._region.tp.size == 1 and not self._cut.wants_draws:
             with TRACING:
@@ -259,6 +270,12 @@ class UserModel:
                     "what torch.export took of forward",
                     "one forward, whether it is exported or not",
                 )
+
+    @property
+    def _backward(self) -> bool:
+        """Whether some of the user's code runs in backward: that of functions, or hooks of parameters."""
+        nodes = [n for c in self._cut.chunks.values() if isinstance(c, fx.GraphModule) for n in c.graph.nodes]
+        return any(is_own(n) for n in nodes) or any(p._backward_hooks for p in self.module.parameters())
 
     def _try(self, size: int, length: int, call: ChunkCall, ids: Tensor | None = None) -> tuple[Tensor, ...]:
         """Forward, chunk by chunk; the logits."""
@@ -282,6 +299,16 @@ class TokenShapeChunk(nn.Module):
         """x (sequences, tokens, …)."""
         found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device), *more)
         return found
+
+
+def _built(build: Callable[[], object]) -> object:
+    """Raises PiperError (model): it asks for values where tensors have none, as in a capture."""
+    try:
+        return build()
+    except DataDependentOutputException as error:
+        message = f"build() asks for values ({error}), and it is captured without any"
+        fix = "orthogonal(…, use_trivialization=False), say; or piper_sim.capture(build(), …), and model.graph"
+        raise model_error(message, fix, "a build() that goes by sizes alone", "model.module") from error
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -128,6 +128,11 @@ def call_functions(graph: fx.Graph, calls: list[_OwnCall]) -> None:
             node.target, node.args = _named(calls[number]), (xs,)
 
 
+def is_own(node: fx.Node) -> bool:
+    """Whether a node is a call of one of them."""
+    return node.op == "call_function" and getattr(node.target, "__qualname__", "").startswith(f"{_named.__name__}.")
+
+
 def _named(call: _OwnCall) -> Callable[[list[Tensor]], list[Tensor]]:
     def applied(xs: list[Tensor]) -> list[Tensor]:
         return call.run(xs)

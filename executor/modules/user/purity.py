@@ -47,15 +47,23 @@ def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tup
     return outputs(_twice(_Watch(name, unit), lambda: unit(*inputs), inputs))
 
 
-def refuse_memory(module: nn.Module, forward: Callable[[Tensor], object], ids: Tensor) -> None:
+def refuse_memory(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], ids: Tensor, backward: bool = False, draws: bool = True
+) -> None:
     """The same of a forward that is to be exported, whose graph has one call of it for ever; there it may draw.
+    backward: of its backward, too, which plans call in another order each. draws: that may draw, as it runs a forward
+    that drops out again.
 
     Raises PiperError (model). What cannot be run without values is not watched.
     """
     watch = _Watch("forward", module, draws=True)
+    params = [p for p in module.parameters() if p.requires_grad]
     with suppress(*WITHOUT_VALUES), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         given = mode.from_tensor(ids)  # whose views are known by their storage
         _twice(watch, lambda: forward(given), (given,))
+        if backward:
+            watch = _Watch("backward", module, draws=draws)
+            _twice(watch, lambda: torch.autograd.grad(forward(given).sum(), params, allow_unused=True), (given,))
 
 
 def refuse_unlike(plain: Callable[[], Tensor], found: Callable[[], Tensor], what: str, fix: str) -> None:

@@ -211,33 +211,36 @@ def _graph(inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.G
     return copied({n: f"x{k}" for k, n in enumerate(inputs)}, (n for n in body if n.op != "placeholder"), out)
 
 
-def refuse_unlike_experts(name: str, part: nn.Module, cut: ExpertChunk, ranks: int) -> None:
-    """Hold `grouped` of the last rank's experts against the forward of all, on a few tokens for each.
+def refuse_unlike_experts(name: str, part: nn.Module, cut: ExpertChunk, ranks: int, most: int) -> int:
+    """Hold `grouped` of the last rank's experts against the forward of all, on a token for each, or on the last few
+    where that is more than `most` products; returns how many it took.
 
     Raises PiperError (model): another result, or a row's depends on how many rows there are or on the calls before.
     """
     count, k = next(part.parameters()).shape[0], cut.top_k
-    here, local = count // ranks, deepcopy(part)
-    first = count - here
-    for p in local.parameters():
-        p.data = p.data[first:].clone()
+    here, each = count // ranks, sum(p.numel() for p in part.parameters()) // count
+    first, few = count - here, max(1, min(count, most // (3 * k * each + 1)))
+    parts = {id(p): nn.Parameter(p.detach()[first:], p.requires_grad) for p in part.parameters()}  # views: no copies
+    local = deepcopy(part, {**parts})
     draw, dtype = torch.Generator("cpu").manual_seed(0), next(part.parameters()).dtype
     like: dict[str, Any] = {"dtype": dtype, "generator": draw, "device": "cpu"}
-    tokens, weights = torch.randn(count, cut.width, **like), torch.rand(count, k, **like)
-    index = (torch.arange(count, device="cpu").unsqueeze(1) + torch.arange(k, device="cpu")) % count
+    tokens, weights = torch.randn(few, cut.width, **like), torch.rand(few, k, **like)
+    last = torch.arange(count - few, count, device="cpu").unsqueeze(1)
+    index = (last - torch.arange(k, device="cpu")) % count
     weights = weights.masked_fill(index < first, 0.0)
-    order = index.flatten().argsort(stable=True)[first * k :]
+    counts = index.flatten().bincount(minlength=count).tolist()
+    order = index.flatten().argsort(stable=True)[sum(counts[:first]) :]
     rows = tokens.repeat_interleave(k, 0)
 
     def ours() -> Tensor:
         made = torch.zeros_like(rows)
-        made[order] = grouped(local, rows[order].clone(), [k] * here)
-        return (made.view(count, k, -1) * weights.unsqueeze(-1)).sum(1)
+        made[order] = grouped(local, rows[order].clone(), counts[first:])
+        return (made.view(few, k, -1) * weights.unsqueeze(-1)).sum(1)
 
     def of_first(times: int) -> Tensor:
-        crowd = rows[order[:k]].repeat_interleave(times, 0)
-        return grouped(local, crowd, [k * times, *[0] * (here - 1)])[::times]
+        return grouped(local, rows[order[:1]].repeat(times, 1), [times, *[0] * (here - 1)])[-1:]
 
     fix = "grouped(rows, counts) of each row and its expert's parameters alone"
     refuse_unlike(lambda: type(part).forward(part, tokens, index, weights), ours, f"grouped of {name}", fix)
     refuse_unlike(lambda: of_first(1), lambda: of_first(9), f"grouped of {name}, of more rows,", fix)
+    return (2 * few * k + 10) * each

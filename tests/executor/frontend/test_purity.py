@@ -3,12 +3,15 @@
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
 
+from executor.frontend.measure import without_values
 from executor.modules.user.annotate import annotate
 from executor.modules.user.model import UserModel
 from ir.core.errors import ErrorKind, PiperError
@@ -169,3 +172,69 @@ def test_values_drawn_on_the_host_at_the_start_are_the_same_on_every_rank() -> N
     before = random.getstate()
     a, b, c = (UserModel(build, seed=s).module.head.weight for s in (3, 3, 4))
     assert torch.equal(a, b) and not torch.equal(a, c) and random.getstate() == before
+
+
+class Later:
+    """What is done to a gradient. way: how."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.calls, self.kept = way, 0, torch.zeros(())
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        self.calls += 1
+        old, self.kept = self.kept, grad
+        ways: dict[str, Callable[[], Tensor]] = {
+            "counts": lambda: grad * self.calls,
+            "remembers": lambda: grad + old,
+            "draws": lambda: grad + torch.randn_like(grad),
+            "scales": lambda: grad.clamp(-1.0, 1.0) * 0.5,
+            "asks": lambda: grad * grad.sum().item(),
+        }
+        return ways[self.way]()
+
+
+def _of_hook(later: Later) -> Net:
+    net = Net(lambda m, x: x)
+    net.head.weight.register_hook(later)
+    return net
+
+
+def _of_function(later: Later) -> Net:
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return later(dy)
+
+    function: Any = Kept
+    return Net(lambda m, x: function.apply(x))
+
+
+@pytest.mark.parametrize("build", [_of_hook, _of_function])
+def test_a_backward_that_goes_by_more_than_its_inputs_is_refused(build: Callable[[Later], Net]) -> None:
+    for way in ("scales", "asks"):
+        UserModel(lambda way=way: build(Later(way)), tags=TAGS, batch=(2, 3)).refuse_unlike(8, 1)
+    said = {
+        "counts": "does not do the same twice",
+        "remembers": "earlier call computed",
+        "draws": "draws random numbers",
+    }
+    for way, what in said.items():
+        with pytest.raises(PiperError, match=f"backward .*{what}"):
+            UserModel(lambda way=way: build(Later(way)), tags=TAGS, batch=(2, 3)).refuse_unlike(8, 1)
+
+
+def test_a_build_that_asks_for_values_is_refused_where_there_are_none() -> None:
+    def build(trivial: bool) -> Net:
+        net = Net(lambda m, x: x)
+        orthogonal(net.layer.linear, use_trivialization=trivial)
+        return net
+
+    with without_values():
+        UserModel(lambda: build(False), dtype=None, tags=TAGS, batch=(2, 3))
+        with pytest.raises(PiperError, match=r"build\(\) asks for values \(aten.allclose") as info:
+            UserModel(lambda: build(True), dtype=None, tags=TAGS, batch=(2, 3))
+    assert "use_trivialization=False" in str(info.value.suggestion)

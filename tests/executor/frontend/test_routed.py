@@ -201,6 +201,24 @@ def test_experts_that_are_others_in_a_plan_are_refused(kind: Any, ep: int, said:
     assert info.value.kind.exit_code == 2
 
 
+def test_large_experts_are_tried_on_few_tokens_and_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = UserModel(Net, tags=TAGS, batch=(2, 3)), list[list[int]]()
+    plain, weights = Experts.grouped, {p.untyped_storage().data_ptr() for p in model.module.parameters()}
+
+    def grouped(self: Experts, rows_: Tensor, counts: list[int]) -> Tensor:
+        rows.append(counts)
+        assert {p.untyped_storage().data_ptr() for p in self.parameters()} <= weights
+        return plain(self, rows_, counts)
+
+    monkeypatch.setattr(Experts, "grouped", grouped)
+    for (name, found), most in zip(model.routed.items(), (10**6, 1), strict=False):
+        rows.clear()
+        routed.refuse_unlike_experts(name, model._experts[name], found, 2, most)
+        assert max(map(sum, rows)) <= (9 if most == 1 else 4 * found.top_k + 9) and [9, 0] in rows
+        few = [c for c in rows if sum(c) == found.top_k]
+        assert few if most == 1 else not [c for c in rows if len(c) == 4 and sum(c) != 4 * found.top_k]
+
+
 def test_experts_of_two_layers_stay_one_and_are_called_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def shared() -> Net:
         net = Net()
