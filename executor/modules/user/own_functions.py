@@ -8,6 +8,7 @@ shapes of its results are asked; behind it, the operator's nodes call the functi
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -113,11 +114,21 @@ def _kept(plain: Apply, cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     """One operator in the place of a function, where the user's code calls it."""
     if cls is CheckpointFunction:  # what it computes again, a plan keeps or computes again, as the job says
         return args[0](*args[2:])
-    values, form = tree_flatten((args, kwargs))
-    if cls.__module__.startswith("torch.") or any(callable(v) for v in values if not isinstance(v, Tensor)):
+    if cls.__module__.startswith("torch."):
         return plain(cls, *args, **kwargs)
+    values, form = tree_flatten((args, kwargs))
+    if held := [v for v in values if callable(v) and not isinstance(v, Tensor) and not _holds_nothing(v)]:
+        message = f"{cls.__name__}.apply is given {getattr(held[0], '__qualname__', type(held[0]).__name__)}"
+        fix = "hand it the tensors; or torch.utils.checkpoint.checkpoint, to compute something again"
+        allowed = "tensors, numbers, and functions that hold no tensors"
+        raise model_error(f"{message}, whose tensors a graph would not see", fix, allowed, "model.module")
     _calls.append(call := _OwnCall(cls, plain, values, form))
     return call.results(CALL(len(_calls) - 1, [v for v in values if isinstance(v, Tensor)]))
+
+
+def _holds_nothing(f: Callable[..., Any]) -> bool:
+    """Whether what can be called has tensors from its arguments alone: no module, no method, no closure."""
+    return isinstance(f, type | BuiltinFunctionType) or (isinstance(f, FunctionType) and f.__closure__ is None)
 
 
 def call_functions(graph: fx.Graph, calls: list[_OwnCall]) -> None:

@@ -36,6 +36,20 @@ class Stepped(torch.autograd.Function):
         return dy
 
 
+class Bent(torch.autograd.Function):
+    """Of a function, whose gradient is a third of what is handed in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        """What it makes."""
+        return how(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        """Not its own."""
+        return dy / 3, None
+
+
 class Spread(torch.autograd.Function):
     """A linear with a gradient that is not its own, and results of several kinds."""
 
@@ -117,6 +131,7 @@ def turned(layer: Layer, x: Tensor) -> Tensor:
 
 WAYS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "own backward": lambda layer, x: layer.linear(of(Stepped, x)),
+    "own backward of a function": lambda layer, x: of(Bent, layer.linear(x), torch.tanh) + of(Bent, x, F.gelu),
     "several results": spread,
     "checkpointed": lambda layer, x: checkpoint(layer.linear, x, use_reentrant=False),
     "checkpointed, reentrant": lambda layer, x: checkpoint(layer.linear, x, use_reentrant=True),
@@ -253,6 +268,11 @@ def with_complex_parameter() -> Net:
     [
         (lambda: Net(hooked), "registers a hook of a gradient"),
         (lambda: Net(packed), "registers a hook of what is kept for backward"),
+        (lambda: Net(lambda layer, x: of(Bent, x, layer.linear)), r"Bent\.apply is given Linear, whose tensors"),
+        (
+            lambda: Net(lambda layer, x: of(Bent, x, lambda y: y * layer.scale)),
+            r"Bent\.apply is given .*lambda>, whose",
+        ),
         (with_hook_of_two, r"layers\.1\.linear\.weight is read twice, and has a hook"),
         (with_module_hook, r"layers\.1\.linear has a hook of its gradient"),
         (with_late_hook, r"embed\.weight has a hook behind its sum"),
