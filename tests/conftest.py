@@ -71,10 +71,12 @@ def _modes() -> tuple[int, int]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """What lies here once all modules are imported stays: the collector need not go through it behind every test."""
+    """What lies here once all modules are imported stays: the collector need not go through it behind every test, and
+    comes as seldom as in the processes of `search`."""
     gc.disable()
     result = yield
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
     return result
 
