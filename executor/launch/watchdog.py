@@ -1,5 +1,6 @@
 """Ranks without a common parent watch each other through a store: who is at which op, who has failed, who says so."""
 
+import atexit
 import json
 import os
 import shutil
@@ -73,6 +74,7 @@ class RankWatchdog:
         self._over = threading.Event()
         self._count, self._buried = 0, -1
         self._last_words = threading.Lock()
+        self._threads: list[threading.Thread] = []
 
     def meet(self, digest: str) -> list[int]:
         """All ranks are there, and have the same plan, by its digest. Returns their process ids.
@@ -97,8 +99,13 @@ class RankWatchdog:
         self._publish()
         self.store.wait([f"at/{r}" for r in range(self.world)])
         self._looked_s = clock.now()
-        threading.Thread(target=self._watch, name="lookout", daemon=True).start()
-        threading.Thread(target=self._guard, name="guard", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._watch, name="lookout", daemon=True),
+            threading.Thread(target=self._guard, name="guard", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._stop)  # a loop that ends without a close
 
     def tell(self, text: str | None) -> str:
         """What rank 0 has to say to all; everybody else says None."""
@@ -119,7 +126,7 @@ class RankWatchdog:
         if self.rank == 0:
             self.store.set("over", "")
         self.store.wait(["over"])
-        self._over.set()
+        self._stop()
         self.store.add("gone", 1)
         while self.rank == 0 and self.store.add("gone", 0) < self.world:
             clock.sleep_until(clock.now() + 0.01)
@@ -141,6 +148,12 @@ class RankWatchdog:
         except RuntimeError:
             self._orphaned()
         self._leave()
+
+    def _stop(self) -> None:
+        """No thread is left: Python ends one that is inside the store by unwinding it, and C++ the process for that."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(GONE_S)  # else the store answers nobody
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

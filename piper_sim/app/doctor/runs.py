@@ -200,7 +200,7 @@ def failure(sign: signal.Signals) -> Mapping[str, object]:
     with tempfile.TemporaryDirectory(prefix="piper-doctor-") as folder:
         options = JobRunOptions(2, 10_000, watchdog_s=WATCHDOG_S, emulate=0.01, out=Path(folder))
         touched_at: list[float] = []
-        touch = threading.Thread(target=_touch, args=(sign, Path(folder) / "ranks.json", touched_at), daemon=True)
+        touch = threading.Thread(target=_touch, args=(sign, TOUCHED, Path(folder), touched_at), daemon=True)
         touch.start()
         try:
             run(prepared, prepared.plan(), options)
@@ -213,11 +213,11 @@ def failure(sign: signal.Signals) -> Mapping[str, object]:
     raise wrong(f"a rank was not missed after {sign.name}", f"rank {TOUCHED} named")
 
 
-def _touch(sign: signal.Signals, ranks: Path, touched_at: list[float]) -> None:
+def _touch(sign: signal.Signals, rank: int, out: Path, touched_at: list[float]) -> None:
     """Once all ranks are there."""
-    while not ranks.exists():
+    while not (out / "ranks.json").exists():
         time.sleep(0.05)
-    pid = json.loads(ranks.read_text())["ranks"][str(TOUCHED)]["pid"]
+    pid = json.loads((out / "ranks.json").read_text())["ranks"][str(rank)]["pid"]
     time.sleep(0.5)  # into the first steps
     touched_at.append(time.monotonic())
     os.kill(pid, sign)

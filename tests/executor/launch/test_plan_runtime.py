@@ -11,7 +11,7 @@ from tests.executor.launch.processes import ROOT, objects, python
 from tests.executor.runs import JOB, job_file, run
 
 LOOP = """
-import json, os, sys
+import json, os, sys, threading
 import numpy as np
 import piper_sim
 import torch
@@ -28,6 +28,7 @@ with piper_sim.runtime(job, sets, save="saved", resume=resume) as runtime:
         said.append([runtime.evaluate(batch), runtime.step(batch), runtime.grad_norm])
         assert steps != "9" or int(os.environ["RANK"]) == 0, "a mistake of the loop's own"
     saved = runtime.save()
+assert {"lookout", "guard"}.isdisjoint(t.name for t in threading.enumerate()), "they would be in the store at the end"
 if int(os.environ["RANK"]) == 1:
     print(json.dumps({"said": said, "steps": runtime.steps, "saved": saved}))
 """

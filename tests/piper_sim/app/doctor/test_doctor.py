@@ -5,7 +5,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,14 +91,7 @@ def test_the_touched_rank_is_named_and_another_is_not_taken_for_it(
     sign: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert runs.failure(sign)["rank"] == runs.TOUCHED
-    real = runs._touch
-
-    def other(sign: signal.Signals, ranks: Path, touched_at: list[float]) -> None:
-        monkeypatch.setattr(runs, "TOUCHED", 0)
-        real(sign, ranks, touched_at)
-        monkeypatch.setattr(runs, "TOUCHED", 1)
-
-    monkeypatch.setattr(runs, "_touch", other)
+    monkeypatch.setattr(runs, "_touch", lambda sign, rank, *of, real=runs._touch: real(sign, 0, *of))
     assert "rank 0 blamed" in refused(lambda: runs.failure(sign)).message
     monkeypatch.setattr(runs, "run", lambda *of: None)  # nobody says anything
     monkeypatch.setattr(runs, "_touch", lambda *of: None)
