@@ -8,17 +8,18 @@ from pathlib import Path
 
 from executor.data.tokens import check_sources
 from executor.device.device import LAUNCHES
+from executor.modules.choose import gathered_format
 from executor.modules.decoder import refuse_model
 from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
 from executor.parallel.inline import check_divided
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType
+from ir.graph.sync import buckets
 from ir.job.build import PreparedJob, blaming, precision_of
 from ir.job.recompute import recompute_options
 from ir.verify.queues import DeviceQueues, check_device
 
-RECOMPUTED = ("none", "selective", "full", "scores", "attention", "mlp", "norm", "up_projection", "activation")
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
 
@@ -172,21 +173,21 @@ def _refuse_formats(prepared: PreparedJob) -> None:
         if (found := getattr(p, key)) not in COMPUTE:
             said = "computing" if key == "compute" else key
             raise _not_yet(f"{said} in {found}", f"precision.{key}", ", ".join(COMPUTE))
-    if given.gather not in (None, p.params):
+    read = {b.replica.zero for b in buckets(prepared.plan().graph)} - {0} == {3}  # gathered for who reads them alone
+    allowed = {p.params, *(COMPUTE if read and gathered_format(prepared) is p.gather else ())}
+    if given.gather not in (None, *allowed):
         message = f"gathering parameters in another format ({given.gather}) than they have ({p.params})"
-        raise _not_yet(message, "precision.gather", p.params)
+        raise _not_yet(message, "precision.gather", ", ".join(sorted(allowed)))
 
 
 def _refuse_recompute(prepared: PreparedJob) -> None:
-    """What no rank can make again by itself, or not as the plan has it."""
+    """What is not made again as the plan has it."""
     job, layouts, key = prepared.job, [e.layout for e in prepared.plan().graph.entries], "schedule.recompute"
     options = recompute_options(job)
-    if other := sorted(options - set(RECOMPUTED)):
-        raise _not_yet(f"recompute of {', '.join(other)} alone", key, ", ".join(f'"{p}"' for p in RECOMPUTED))
     if (inner := sorted(options & REMADE)) and job.run.compile:
         raise _not_yet(f"recompute of {', '.join(inner)} inside of compiled code", key, '"none", "full"')
     latent = prepared.config.mla is not None
-    read = options & ({"up_projection"} if latent else {"norm"} if prepared.config.qk_norm else set())
+    read = options & {"operators", *({"up_projection"} if latent else {"norm"} if prepared.config.qk_norm else set())}
     if read and any(x.cp > 1 and x.cp_heads for x in layouts):
         raise _not_yet(f"recompute of {', '.join(sorted(read))} where cp ranks exchange heads", key, '"none", "full"')
 

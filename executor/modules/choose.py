@@ -18,6 +18,7 @@ from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
+from ir.core.work import DType
 from ir.graph.classes import recomputed as again
 from ir.job import Job
 from ir.job.build import PreparedJob, precision_of
@@ -42,7 +43,7 @@ def model_of(
     dtype, compute = TORCH[precision.params], TORCH[precision.compute]
     if job.model.module is not None:
         return _users(prepared, job.model.module, region, held or {})
-    selective = "scores" in recompute_options(job)  # which flash attention does anyway
+    selective = recompute_options(job) & {"scores", "operators"}  # which flash attention does anyway
     return DecoderModel(
         prepared.config,
         job.model.seed,
@@ -77,6 +78,14 @@ def check_weights(prepared: PreparedJob) -> None:
     found.check(shapes, biases(shapes, moe.scoring if moe else None))
 
 
+def gathered_format(prepared: PreparedJob) -> DType:
+    """In which format weights travel that are gathered where they are read. Code that was compiled, or captured, for
+    their own takes no other.
+    """
+    p, job = precision_of(prepared.job), prepared.job
+    return p.params if job.run.compile or job.model.module is not None else p.gather
+
+
 def recomputed(prepared: PreparedJob) -> frozenset[str]:
     """The units that the job's recompute options run again, as the model graph has it."""
     return frozenset(name for _, name in again(prepared.base))
@@ -84,9 +93,11 @@ def recomputed(prepared: PreparedJob) -> frozenset[str]:
 
 def remade_values(prepared: PreparedJob) -> dict[str, frozenset[str]]:
     """By unit, the job's recompute options of values inside of it."""
-    base = prepared.base
+    base, mla = prepared.base, prepared.config.mla
+    # torchtitan's choice: what is no product, and every second product, which are latent attention's ways up.
+    operators = {"norm", "activation"} | ({"up_projection"} if mla and mla.q_rank else set())
     found = {e.name: base.recompute.of(e.chunk) & REMADE for e in base.entries}
-    return {name: options for name, options in found.items() if options}
+    return {name: o | operators if "operators" in o else o for name, o in found.items() if o}
 
 
 def _users(

@@ -13,7 +13,7 @@ from executor.modules.functions import formatted, relu2, swiglu
 from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.norms import layer_norm, rms_norm
 from executor.modules.parallel import columns, leave, words
-from executor.modules.remade import remade
+from executor.modules.remade import remade, remade_as
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
@@ -173,6 +173,8 @@ class FeedForwardLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up = each(x, self.ups, self.region)
+        if len(up) == 2:
+            remade_as("operators", lambda x: each(x, self.ups[1:], self.region), (x,), up[1])
         found: Tensor = self.down(remade("activation", swiglu if len(up) == 2 else self.act, *up))
         return found
 

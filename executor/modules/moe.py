@@ -126,7 +126,7 @@ class Experts(nn.Module):
         self.down = make(f"{prefix}mlp.experts.down_proj", moe.experts, c.hidden, moe.ffn)
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
-        gate, up = grouped_linear(rows, self.up, counts).chunk(2, -1)
+        gate, up = remade("operators", lambda rows: grouped_linear(rows, self.up, counts), rows).chunk(2, -1)
         return grouped_linear(remade("activation", swiglu, gate, up, weights), self.down, counts)
 
 

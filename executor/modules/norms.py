@@ -39,7 +39,7 @@ class _RmsNorm(torch.autograd.Function):
             dx, dw = _KERNELS._fused_rms_norm_backward(*given)
             return dx, dw.to(weight.dtype), None
         rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
-        weight32, dw = weight.to(rate.dtype), rate.new_zeros(x.shape[-1])
+        weight32, dw = weight.to(x.dtype).to(rate.dtype), rate.new_zeros(x.shape[-1])
         for at in stretches(len(rows)):
             g = dys[at].to(rate.dtype)
             unit = own(rows[at].to(rate.dtype), rows).mul_(rate[at])
@@ -84,7 +84,7 @@ class _LayerNorm(torch.autograd.Function):
             dx, dw, db = _KERNELS.native_layer_norm_backward(*given)
             return dx, dw.to(weight.dtype), db.to(weight.dtype) if ctx.biased else None, None, None
         rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
-        weight32 = weight.to(rate.dtype) + ctx.plus
+        weight32 = (weight.to(x.dtype) + ctx.plus).to(rate.dtype)
         dw, db = (rate.new_zeros(x.shape[-1]) for _ in range(2))
         for at in stretches(len(rows)):
             g = dys[at].to(rate.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-REMADE = frozenset({"norm", "up_projection", "activation"})  # the options that name such values
+REMADE = frozenset({"norm", "up_projection", "activation", "operators"})  # the options that name such values
 
 
 class RemadeBufferCall:
@@ -142,15 +142,20 @@ _RUNNING: ContextVar[RemadeBuffers | None] = ContextVar("remade values", default
 def remade(option: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
     """make(*inputs), which backward may be told to make again: outputs of their own storage, and the same bits."""
     out = make(*inputs)
-    if (values := _RUNNING.get()) is not None and option in values.options:
-        values.note(make, inputs, _tuple(out))
+    remade_as(option, make, inputs, out)
     return out
 
 
+def remade_as(option: str, make: Callable[..., Any], inputs: tuple[Tensor, ...], out: Any) -> None:
+    """The same of what was made with more: make(*inputs) gives out again, to the last bit."""
+    if (values := _RUNNING.get()) is not None and option in values.options:
+        values.note(make, inputs, _tuple(out))
+
+
 def following(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """make(*inputs), made again where all of its inputs are."""
+    """make(*inputs), made again where any of its inputs is; the others are kept for it."""
     out = make(*inputs)
-    if (values := _RUNNING.get()) is not None and all(map(values.holds, inputs)):
+    if (values := _RUNNING.get()) is not None and any(map(values.holds, inputs)):
         values.note(make, inputs, (out,))
     return out
 

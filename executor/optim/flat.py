@@ -18,7 +18,8 @@ from ir.graph.sync import Bucket
 
 class FlatBucket:
     """One bucket on one rank. members: the ranks between which it is sharded or kept in step, this one is the
-    index-th. first: whether this is the first of the ranks that hold the same. reduce: dtype gradients travel in.
+    index-th. first: whether this is the first of the ranks that hold the same. reduce: dtype gradients travel in;
+    gather: weights that are gathered where they are read, and are read in (their own, if left out).
 
     own: which elements this rank updates. weights: their parameters; sums: what gradients are summed in, over
     microbatches; reduced: the sums over ranks of `own`. counts: whether the global norm takes them from this rank.
@@ -33,15 +34,17 @@ class FlatBucket:
         grads: ParamGradients,
         *,
         reduce: torch.dtype,
+        gather: torch.dtype | None = None,
         first: bool,
     ) -> None:
         zero = bucket.replica.zero if len(members) > 1 else 0
         self.name, self.grads, self.reduce = bucket.key, grads, reduce
         self.counts = first and (zero > 0 or index == 0)
         param, summed = params[bucket.params[0]], grads.sums[bucket.params[0]].dtype
+        self.gathers, read = zero == 3, gather if gather and zero == 3 else param.dtype
         self.shapes = {n: params[n].shape for n in bucket.params}
         numels = {n: s.numel() for n, s in self.shapes.items()}
-        narrowest = min(param.element_size(), summed.itemsize)
+        narrowest = min(param.element_size(), summed.itemsize, read.itemsize)
         self.matrices = bool(bucket.matrices)
         if self.matrices and zero:
             owners = packed([m.numel for m in bucket.matrices], len(members))
@@ -54,10 +57,12 @@ class FlatBucket:
         self.whole = torch.zeros(size, dtype=param.dtype, device=param.device)
         for n, place in self.places.items():
             self.whole[place].copy_(params[n].detach().flatten())
-            params[n].data = self.whole[place].view(self.shapes[n])
-        self.weights, self.gathers = self.whole[self.own], zero == 3
+        self.weights = self.whole[self.own]
         if self.gathers:
-            self.weights = self.weights.clone()
+            self.weights, self.whole = self.weights.clone(), self.whole.to(read)
+        for n, place in self.places.items():
+            params[n].data = self.whole[place].view(self.shapes[n])
+        if self.gathers:
             self._resize(0)
         self.passing: dict[int, Tensor] = {}
         self.sums = torch.zeros(shard if zero > 1 else size, dtype=summed, device=param.device)
@@ -116,6 +121,12 @@ class FlatBucket:
             message = f"{self.name} is gathered again before it was freed"
             raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="free it behind the last op that reads it")
         self._resize(self.whole.numel())
+
+    def given(self) -> Tensor:
+        """What this rank gives to a gather: its weights, in the format of the whole."""
+        if self.weights.dtype is self.whole.dtype:
+            return self.weights
+        return self.whole[self.own].copy_(self.weights)
 
     def drop(self) -> None:
         self._resize(0)

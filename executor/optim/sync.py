@@ -30,6 +30,8 @@ class BucketSyncConfig:
     """of gradients while they are reduced"""
     moments: dtype
     """of optimizer state"""
+    gather: dtype | None = None
+    """of weights on their way to who reads them; their own, if left out"""
     elsewhere: frozenset[str] = frozenset()
     """parameters that the global norm takes from a tensor-parallel rank before this one"""
     ahead: bool = False
@@ -61,7 +63,9 @@ class BucketSync:
         for b in shared:
             members, first = sharers(b, places, rank), copiers(b, places, rank)[0] == rank
             index = members.index(rank)
-            self.flat[b.key] = FlatBucket(b, members, index, params, grads, reduce=config.reduce, first=first)
+            self.flat[b.key] = FlatBucket(
+                b, members, index, params, grads, reduce=config.reduce, gather=config.gather, first=first
+            )
         mine = {n: params[n] for n in self.alone}
         for f in self.flat.values():
             mine |= f.units(f.weights)
@@ -71,7 +75,7 @@ class BucketSync:
         # The norm's last bit is the order's in which copies were summed: where sums are wider than weights, it goes, or
         # it would round one weight of a billion otherwise, and curves of two plans would part after some hundred steps.
         sums = [*(grads.sums[n] for n in self.alone), *(f.sums for f in self.flat.values())]
-        self._single_clip = {s.dtype for s in sums} == {float64} and float64 not in {p.dtype for p in params.values()}
+        self._single_clip = {s.dtype for s in sums} == {float64} and float64 not in {w.dtype for w in mine.values()}
         self.norm: float | Tensor | None = None
         self.frozen = False  # the step is one of evaluation, and updates nothing
         self._sums: Tensor | None = None
@@ -102,7 +106,7 @@ class BucketSync:
             case MessageKind.ALL_GATHER:
                 if not meeting.once:
                     flat.fetch()
-                return lambda: transport.all_gather(group, flat.whole, flat.weights), None
+                return lambda: transport.all_gather(group, flat.whole, flat.given()), None
             case _:
                 raise AssertionError(f"{meeting} has no bucket")
 

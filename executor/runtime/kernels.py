@@ -94,14 +94,20 @@ class BlankBucketSync:
     frozen = False
 
     def __init__(
-        self, found: Sequence[tuple[Bucket, int]], params: int, reduce: torch.dtype, gather: torch.dtype
+        self,
+        found: Sequence[tuple[Bucket, int]],
+        params: int,
+        reduce: torch.dtype,
+        weights: torch.dtype,
+        gather: torch.dtype,
     ) -> None:
         self._sums = torch.zeros(params, dtype=torch.float64, device=CPU)
         self._buckets: dict[str, tuple[Tensor, Tensor, slice]] = {}
         for b, index in found:
             shard = min(b.shard, -(-SMALL // b.ranks))
             own = slice(index * shard, (index + 1) * shard)
-            sums, whole = (torch.zeros(shard * b.ranks, dtype=d, device=CPU) for d in (reduce, gather))
+            formats = reduce, gather if b.replica.zero == 3 else weights
+            sums, whole = (torch.zeros(shard * b.ranks, dtype=d, device=CPU) for d in formats)
             self._buckets[b.key] = sums, whole, own
 
     def begin(self) -> None:

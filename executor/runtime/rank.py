@@ -19,6 +19,7 @@ from executor.device.memory import PeakMemory, allocator_peaks, forget_peaks
 from executor.device.progress import RankProgress
 from executor.device.race import RaceDevice
 from executor.modules.base import TORCH
+from executor.modules.choose import gathered_format
 from executor.parallel.collective import groups
 from executor.parallel.inline import Meeting, RankRegion, inline_groups
 from executor.parallel.router_guide import planned_routes
@@ -242,9 +243,9 @@ def blank(prepared: PreparedJob, plan: Plan, program: RankPlan, spec: PlanRun) -
         for s in mine
     }
     params = len({p.name for e in entries for p in e.part.params})
-    reduce, gather = TORCH[precision.reduce], TORCH[precision.params]
+    formats = TORCH[precision.reduce], TORCH[precision.params], TORCH[gathered_format(prepared)]
     shared = [(b, sharers(b, places, rank).index(rank)) for b in several(buckets(graph), program.number)]
-    return TimedKernels(stages, BlankBucketSync(shared, params, reduce, gather), spec.seconds(plan, places, rank))
+    return TimedKernels(stages, BlankBucketSync(shared, params, *formats), spec.seconds(plan, places, rank))
 
 
 def topology(plan: Plan, more: Iterable[Meeting] = ()) -> TransportTopology:

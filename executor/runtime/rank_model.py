@@ -11,7 +11,7 @@ from executor.autograd.compiled import CompiledParts, compile_parts
 from executor.autograd.stage import Stage
 from executor.device.device import Device, on_host
 from executor.modules.base import TORCH
-from executor.modules.choose import model_of, recomputed, remade_values
+from executor.modules.choose import gathered_format, model_of, recomputed, remade_values
 from executor.modules.user.model import UserModel
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
@@ -96,6 +96,7 @@ class RankModel:
             job.optimizer,
             TORCH[precision.reduce],
             TORCH[precision.optimizer],
+            TORCH[gathered_format(prepared)],
             elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
             ahead=device.ahead,
         )

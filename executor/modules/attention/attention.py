@@ -17,7 +17,7 @@ from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.layers import LinearLayer, NormLayer, Params, each
 from executor.modules.norms import rms_norm
 from executor.modules.parallel import across, enter, gather_tokens, scatter_tokens
-from executor.modules.remade import RemadeBufferView, following, kept, remade, tensor_of
+from executor.modules.remade import RemadeBufferView, following, kept, remade, remade_as, tensor_of
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.workload.config.spec import ModelConfig
 
@@ -135,16 +135,14 @@ class AttentionPart(nn.Module):
         self.out = linear(prefix + names.out, c.hidden, q, bias=c.out_bias, leaves=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        c, made = self.c, each(remade("norm", self.norm, x), self.qkv, self.region)
-        batch, length, _ = made[0].shape
-        parts = made[0].split(self.sizes, -1) if len(made) == 1 else made
-        q, k, v = (t.view(batch, length, -1, c.head_dim) for t in parts)
-        del made, parts  # what is turned and normed is not needed as it was
-        angles = self._angles(length, x)
-        if self.q_norm is None:
-            q, k = self._turned(angles, q, k)
-        else:
-            q, k = remade("norm", partial(self._turned, angles), q, k)
+        c, (q, k, v) = self.c, self._projected(remade("norm", self.norm, x))
+        angles = self._angles(q.shape[1], x)
+        if self.q_norm is not None and self.k_norm is not None:
+            turned = partial(self._normed, angles, (self.q_norm, self.k_norm))
+            q, k = remade("norm", turned, q, k)
+        elif angles is not None:
+            turn = partial(rotate, cos=angles[0], sin=angles[1])
+            q, k = turn(q), following(turn, k)
         added: Tensor = self.out(_attended(q, k, v, self.region, kind=self.kind, c=c))
         return x + added
 
@@ -155,11 +153,20 @@ class AttentionPart(nn.Module):
         known = TokenAngles(width, c.rope_theta, c.rope_scaling, cp.size, cp.index)
         return rotary(length, known, x) if c.rope else None
 
-    def _turned(self, angles: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normed where the config has it, and turned by their places."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.c.norm_eps), rms_norm(k, self.k_norm, self.c.norm_eps)
-        return (q, k) if angles is None else (rotate(q, *angles), rotate(k, *angles))
+    def _projected(self, h: Tensor) -> Iterator[Tensor]:
+        """Queries, keys and values, by heads."""
+        made = each(h, self.qkv, self.region)
+        parts = made[0].split(self.sizes, -1) if len(made) == 1 else made
+        if len(made) == 3:
+            remade_as("operators", lambda h: each(h, self.qkv[1:2], self.region), (h,), made[1])
+        return (t.unflatten(-1, (-1, self.c.head_dim)) for t in parts)
+
+    def _normed(
+        self, angles: tuple[Tensor, Tensor] | None, norms: tuple[Tensor, Tensor], q: Tensor, k: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Queries and keys, each normed, and turned by their places."""
+        normed = (rms_norm(t, norm, self.c.norm_eps) for t, norm in zip((q, k), norms, strict=True))
+        return tuple(normed if angles is None else (rotate(t, *angles) for t in normed))
 
 
 class LatentAttentionPart(nn.Module):
@@ -189,7 +196,8 @@ class LatentAttentionPart(nn.Module):
         mla = self.mla
         h = remade("norm", self.norm, x)
         narrow = remade("norm", self.q_norm, self.q_a(h)) if mla.q_rank else h
-        latent, k_rope = self.kv_a(h).split((mla.kv_rank, mla.rope_dim), -1)
+        down = self.kv_a(h) if mla.q_rank else remade("operators", self.kv_a, h)
+        latent, k_rope = down.split((mla.kv_rank, mla.rope_dim), -1)
         q, k, v = remade("up_projection", self._up, narrow, remade("norm", self.kv_norm, latent), k_rope)
         added: Tensor = self.out(_attended(q, k, v, self.region, kind=self.kind, c=self.c))
         return x + added

@@ -119,13 +119,14 @@ def _queries_keys(s: PartSetting, core: AttentionCore, ready: Work) -> tuple[Sav
     """Queries and keys as attention reads them, and before their norm, which reads them again. ready: norm and rope.
 
     Where operations are separate, values are a view of the fused product: it stays beside what rope makes of it. The
-    queries' product is one that "operators" keeps, the keys' one that it makes again.
+    queries' product is one that "operators" keeps, the keys' one that it makes again, unless the model has one for all.
     """
     c, q, key = s.config, s.tokens * core.q_features * s.wide, s.tokens * core.kv_heads * core.qk * s.wide
     second: Work = (LinearKernel("k_proj", s.tokens, core.kv_heads * core.qk, c.hidden).forward(s),)
+    again = () if c.names.qkv else ("operators",)
     if not c.qk_norm and not (c.rope and s.style.eager):
-        return (SavedBuffer("q", q, Pass.I), SavedBuffer("k", key, Pass.I, ("operators",), (*second, *ready)))
-    before = (SavedBuffer("q_before", q, Pass.I), SavedBuffer("k_before", key, Pass.I, ("operators",), second))
+        return (SavedBuffer("q", q, Pass.I), SavedBuffer("k", key, Pass.I, again, (*second, *ready)))
+    before = (SavedBuffer("q_before", q, Pass.I), SavedBuffer("k_before", key, Pass.I, again, second))
     if not c.qk_norm:
         return (*before, SavedBuffer("qk", q + key, Pass.I, ("operators",), ready))
     # A number or two per norm. Its output, which attention reads, can be made again.

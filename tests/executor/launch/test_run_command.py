@@ -158,7 +158,7 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
             "job",
             "etp = 2 is planned and simulated, but not executed yet",
         ),
-        (['schedule.recompute=["operators"]'], [], "job", "recompute of operators alone"),
+        (['schedule.recompute=["operators"]', "run.compile=true"], [], "job", "operators inside of compiled code"),
         (["precision.compute=fp16"], [], "job", "fp16"),
         (['model.quantization_config={quant_method="fp8"}'], [], "model", "stored in fp8"),
         (["precision.gather=bf16"], [], "job", "gather"),
@@ -252,7 +252,7 @@ def test_without_torch_everything_but_run_works(tmp_path: Path) -> None:
 def test_a_refusal_comes_before_any_process(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(PiperError):
-        run('schedule.recompute=["operators"]', out=out)
+        run("precision.compute=fp16", out=out)
     assert not out.exists()
 
 

@@ -17,6 +17,7 @@ from executor.launch.launch import launch
 from executor.launch.verdict import RankFailed
 from executor.parallel.collective import Collective
 from executor.runtime.given import given_text
+from ir.core.errors import PiperError
 from ir.graph.sync import buckets
 from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, Plan
@@ -131,6 +132,34 @@ def test_a_step_sends_what_the_plan_says(zero: int, name: str, monkeypatch: pyte
         assert traffic == _expected(ran.plan, rank)
     mbs, kinds = 4, Counter({k: sum(n for (kind, _, _), n in found[0].items() if kind == k) for k, _, _ in found[0]})
     assert kinds["reduce_scatter"] == 0 if zero == 0 else kinds["reduce_scatter"] % (mbs if zero > 1 else 1) == 0
+
+
+FORMATS = ("precision.compute=bf16", "precision.params=fp32", "precision.reduce=fp32")
+THREE = ("parallel.pp=1", "parallel.dp=2", "parallel.zero=3", "schedule.microbatches=2", *FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("sets", "gather"), [((), "bf16"), (("precision.gather=fp32",), "fp32"), (("model.config=tiny-moe",), "bf16")]
+)
+def test_weights_travel_and_are_read_in_the_format_that_the_plan_says(
+    sets: tuple[str, ...], gather: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, found = _traffic(monkeypatch, *THREE, *sets)
+    assert ran.plan.graph.source.sync_bytes()[1] == {"bf16": 2, "fp32": 4}[gather]
+    assert all(traffic == _expected(ran.plan, rank) for rank, traffic in enumerate(found))
+    kept = run(*THREE, *sets, "parallel.zero=0", backend="local")
+    assert ran.object["losses"] == kept.object["losses"]
+    mine, theirs = merged(ran.first), merged(kept.first)
+    for name, grad in theirs.items():  # a norm's weight gets its gradient in the format that it is read in
+        rounding = 2**-8 if gather == "bf16" and "norm" in name else 1e-6
+        assert np.abs(mine[name] - grad).max() <= rounding * np.abs(grad).max(), name
+
+
+@pytest.mark.parametrize(("sets", "allowed"), [(("parallel.zero=1",), "fp32"), (("precision.gather=fp16",), "bf16")])
+def test_a_format_that_weights_do_not_travel_in_is_refused(sets: tuple[str, ...], allowed: str) -> None:
+    with pytest.raises(PiperError) as refused:
+        run(*THREE, "precision.gather=bf16", *sets)
+    assert refused.value.key == "precision.gather" and str(refused.value.allowed).startswith(allowed)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

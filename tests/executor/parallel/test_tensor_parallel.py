@@ -184,7 +184,6 @@ def test_a_rank_holds_its_share_of_every_parameter(
         (("parallel.cp=4", "parallel.cp_comm=all_to_all"), "parallel.cp", "cp = 2"),
         (("parallel.cp_comm=all_to_al",), "parallel.cp_comm", 'parallel.cp_comm = "all_to_all"'),
         (("parallel.tp=2", "model.seq_len=7"), "parallel.tp", "tp = 1"),
-        (("parallel.tp=2", 'schedule.recompute=["operators"]'), "schedule.recompute", 'schedule.recompute "none"'),
     ],
     ids=lambda x: x[-1] if isinstance(x, tuple) else None,
 )
