@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,10 @@ from torch.overrides import TorchFunctionMode
 from executor.modules.remade import RemadeBuffers, RemadeBufferView, tensor_of
 
 Sink = Callable[[str, Tensor], None]
+Casts = WeakValueDictionary[tuple[int, torch.dtype], Tensor]  # of weights, by id and format, that some graph holds
 Room = Callable[[str, torch.dtype], Tensor | None]
 SEQUENCES = (tuple, list)
+_FLOATS = {(d,) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}  # what `Tensor.to` is asked for
 LINEARS: frozenset[Any] = frozenset({F.linear, torch.ops.aten.linear.default})  # as exported graphs call them, too
 ADDED: frozenset[Any] = frozenset({torch.addmm, torch.ops.aten.addmm.default})  # bias, x, and a weight (into, out)
 
@@ -78,7 +81,8 @@ class SplitPass:
 
     weights: global name → parameter. sink: receives (name, gradient), once per weight and microbatch. room:
     (name, dtype) → a tensor for this gradient, which is then made there, and not handed to the sink; or None.
-    remade: values that are not kept for backward, but made again.
+    remade: values that are not kept for backward, but made again. casts: of weights that are wider than what they meet,
+    which passages share.
 
     >>> layer, got = torch.nn.Linear(3, 2, bias=False), {}
     >>> run = SplitPass({"w": layer.weight}, got.__setitem__)
@@ -95,8 +99,9 @@ class SplitPass:
         sink: Sink,
         room: Room = lambda name, dtype: None,
         remade: RemadeBuffers | None = None,
+        casts: Casts | None = None,
     ) -> None:
-        self.room, self.remade = room, remade
+        self.room, self.remade, self.casts = room, remade, Casts() if casts is None else casts
         self.weights = {n: w for n, w in weights.items() if w.requires_grad}
         self.names = {id(w): n for n, w in self.weights.items()}
         self.sink = sink
@@ -205,6 +210,14 @@ class SplitPass:
         self.reads(DeferredLinearPass(kept, x._version, weights, get_gradient_edge(made), flipped))
         return y
 
+    def cast(self, weight: Tensor, into: torch.dtype) -> Tensor:
+        """`weight.to(into)`, made once while others hold it for their backward."""
+        made = self.casts.get((id(weight), into))
+        if made is None:
+            made = self.casts[id(weight), into] = weight.detach().to(into)
+        found: Tensor = _apply(_Cast, weight, made)
+        return found
+
     def leaf(self, act: Tensor) -> Tensor:
         """An activation where the graph of a seam begins; one that is not kept must not stay as a leaf."""
         if self.remade is None or not self.remade.holds(act):
@@ -270,7 +283,8 @@ class _Seams(TorchFunctionMode):
         if not weights:
             return func(*args, **kwargs)
         if not others:
-            out = func(*args, **kwargs)
+            casts = func is torch.Tensor.to and not kwargs and id(args[0]) in names and args[1:] in _FLOATS
+            out = self.run.cast(*args) if casts else func(*args, **kwargs)
             for y in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(y, Tensor) and y.requires_grad and id(y) not in names:
                     derived[id(y)] = (y, tuple(weights.values()))
@@ -282,6 +296,19 @@ class _Seams(TorchFunctionMode):
             call = _Call(func, args, kwargs, tuple(weights.values()), is_derived, in_place=True)
             return target.copy_(_Seam.run(self.run, call, tuple(acts)))
         return _Seam.run(self.run, _Call(func, args, kwargs, tuple(weights.values()), is_derived), tuple(acts))
+
+
+class _Cast(torch.autograd.Function):
+    """A weight in another format, of which that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, made: Tensor) -> Tensor:
+        ctx.dtype, ctx.made = weight.dtype, made
+        return made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
 
 
 class _Source(torch.autograd.Function):

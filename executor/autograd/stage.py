@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from executor.autograd.compiled import CompiledPart, CompiledPass
 from executor.autograd.microbatch_state import MicrobatchState, PartState, Ports, Values
-from executor.autograd.split import SplitPass
+from executor.autograd.split import Casts, SplitPass
 from executor.modules.base import total, wiring
 from executor.modules.remade import RemadeBuffers
 from executor.optim.optimizer import ParamGradients
@@ -71,6 +71,7 @@ class Stage:
         names = {id(p): n for n, p in self.params.items()}
         self.weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
         self._flows: dict[int, MicrobatchState] = {}
+        self._casts = Casts()
         found = [*((r, u) for u, reads in self.reads.items() for r in reads)]
         found += [(x.reads, u) for n, x in self.exchanges.items() for u in (self._behind(n) or ("",))]
         self._readers = Counter(r for r, _ in found)
@@ -191,7 +192,7 @@ class Stage:
         part, sink = self.compiled.get(name), partial(self.grads.add, mb=mb)
         if part is not None:
             return part.begin(sink)
-        return SplitPass(self.weights[name], sink, self.grads.room, self._remade(name, mb))
+        return SplitPass(self.weights[name], sink, self.grads.room, self._remade(name, mb), self._casts)
 
     def _remade(self, name: str, mb: int) -> RemadeBuffers | None:
         """What of a unit R will make again; of what it reads, too, where that is so in the unit that made it."""
@@ -264,3 +265,5 @@ class Stage:
     def _tidy(self, mb: int) -> None:
         if self._flows[mb].idle():
             del self._flows[mb]
+        if not self._flows:  # weights may change now
+            self._casts.clear()

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from executor.device.device import upload
-from executor.modules.functions import Counts, balanced, grouped_linear, permute, swiglu, unpermute, unread, wide
+from executor.modules.functions import (
+    Counts,
+    balanced,
+    formatted,
+    grouped_linear,
+    permute,
+    swiglu,
+    unpermute,
+    unread,
+    wide,
+)
 from executor.modules.hub_weights import BIAS
 from executor.modules.layers import FeedForwardLayer, NormLayer, Params
 from executor.modules.remade import remade
@@ -126,8 +136,9 @@ class Experts(nn.Module):
         self.down = make(f"{prefix}mlp.experts.down_proj", moe.experts, c.hidden, moe.ffn)
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
-        gate, up = remade("operators", lambda rows: grouped_linear(rows, self.up, counts), rows).chunk(2, -1)
-        return grouped_linear(remade("activation", swiglu, gate, up, weights), self.down, counts)
+        widen, narrow = (formatted(w, rows) for w in (self.up, self.down))
+        gate, up = remade("operators", lambda rows: grouped_linear(rows, widen, counts), rows).chunk(2, -1)
+        return grouped_linear(remade("activation", swiglu, gate, up, weights), narrow, counts)
 
 
 class LocalExperts(nn.Module):

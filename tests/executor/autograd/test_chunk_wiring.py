@@ -147,3 +147,38 @@ def test_a_missing_reader_would_be_seen(built: BuiltChunks) -> None:
 def test_what_is_not_here_comes_from_outside() -> None:
     assert wiring(["l1.attn", "l1.mlp"], {"l1.attn": ("l0.mlp",)}) == {"l1.attn": ("",), "l1.mlp": ("l1.attn",)}
     assert wiring(["mtp0.embed"], {"mtp0.embed": ()}) == {"mtp0.embed": ()}
+
+
+class Narrow(nn.Module):
+    """A weight wider than what it meets, cast for two products; where: the casts' addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.where = nn.Parameter(torch.randn(D, D)), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = (self.w.to(torch.bfloat16) for _ in range(2))
+        self.where += [one.data_ptr(), other.data_ptr()]
+        return nn.functional.linear(nn.functional.linear(x, one), other)
+
+
+def test_microbatches_in_flight_share_the_casts_of_wide_weights() -> None:
+    torch.manual_seed(0)
+    unit, x = Narrow(), torch.randn(3, D, dtype=torch.bfloat16)
+    stage = Stage({"l0": unit}, {"w": unit.w})
+    for step in range(2):
+        for mb in range(3):
+            assert torch.equal(forward(stage, mb, x)[0], unit(x))
+            (want,) = torch.autograd.grad(unit(x), unit.w, torch.ones_like(x))
+        assert len({*unit.where[0::6], *unit.where[1::6]}) == 1, "those of the stage, of every six"
+        for mb in range(3):
+            stage.feed_grad(mb, torch.ones_like(x))
+            stage.run(Pass.I, mb)
+            stage.run(Pass.W, mb)
+            stage.take_input_grad(mb)
+        assert torch.equal(stage.grads["w"], 3 * want), step
+        assert not stage._casts, "the next step's weights are others"
+        unit.where.clear()
+        stage.grads["w"].zero_()
+        with torch.no_grad():
+            unit.w.mul_(-2)
