@@ -110,10 +110,10 @@ def compare(
         raise PiperError(ErrorKind.USAGE, f"{schedules!r} is no list of schedules", key="schedules", suggestion=fix)
     names = SIX if schedules is None and len(many) == 1 else schedules
     past, found = list[PredictionBacktest | None](), list[tuple[Object, Prediction | None]]()
-    for job in many:
+    for job, told in zip(many, told_apart([job.file for job in many]), strict=True):
         with progress(f"predicting the past runs of {job.file}"), blaming(job):
             past.append(backtest(job))
-        for head, one in _asked(job, names, several=len(many) > 1):
+        for head, one in _asked(job, names, {"job": job.file, "name": told} if len(many) > 1 else {}):
             with progress(f"simulating {label(head)}"):
                 found.append(_row(head, one, past[-1]))
     if all(p is None for _, p in found):
@@ -124,12 +124,24 @@ def compare(
 
 def label(row: Object) -> str:
     """What tells a row from the others: its schedule, behind its job's name where there are several."""
-    return f"{Path(row['job']).stem} {row['schedule']}" if "job" in row else str(row["schedule"])
+    return f"{row['name']} {row['schedule']}" if "name" in row else str(row["schedule"])
 
 
-def _asked(job: Job, names: Sequence[str] | None, several: bool) -> Iterator[tuple[Object, Job]]:
-    """(what a row begins with, its job): under each schedule, or as it is."""
-    first: Object = {"job": job.file} if several else {}
+def told_apart(files: Sequence[str]) -> list[str]:
+    """The files' names without their ends, behind as many of their folders as it takes.
+
+    >>> told_apart(["a/job.toml", "b/job.toml"]), told_apart(["a/one.toml", "b/two.toml"]), told_apart(["a/x", "a/x"])
+    (['a/job', 'b/job'], ['one', 'two'], ['x', 'x'])
+    """
+    parts = [Path(file).with_suffix("").parts for file in files]
+    different, depth = len({*parts}), 1
+    while len({p[-depth:] for p in parts}) < different:
+        depth += 1
+    return ["/".join(p[-depth:]) for p in parts]
+
+
+def _asked(job: Job, names: Sequence[str] | None, first: Object) -> Iterator[tuple[Object, Job]]:
+    """(what a row begins with, its job): under each schedule, or as it is. first: what it begins with of its job."""
     if names is None:
         s = job.schedule
         given = next((k for k in ("directives", "csv", "builder") if getattr(s, k)), None)
