@@ -58,7 +58,7 @@ class RankModel:
         region: whom it meets inside compute ops; nobody without it. note: its routers' choices. routes: see `Stage`.
         compiling: is told before each graph that is compiled, where the job says so; without it none is.
         """
-        job, precision = prepared.job, precision_of(prepared.job)
+        job, precision, gather = prepared.job, precision_of(prepared.job), TORCH[gathered_format(prepared)]
         entries, places = prepared.base.entries, RankPlacement.of(plan)
         held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or RankRegion.of(plan, rank)
         guide = guide_of(prepared, plan.graph, places, rank, device, note=note)
@@ -94,9 +94,7 @@ class RankModel:
             stages[s].compiled, stages[s].remade = compiled.parts, remade_values(prepared)
         config = BucketSyncConfig(
             job.optimizer,
-            TORCH[precision.reduce],
-            TORCH[precision.optimizer],
-            TORCH[gathered_format(prepared)],
+            *(TORCH[precision.reduce], TORCH[precision.optimizer], gather),
             elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
             ahead=device.ahead,
         )
