@@ -82,7 +82,7 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     """
     file = _overlaid(read_launch(path, framework_named(framework) if framework else None), framework is not None)
     entries = [_entry(file.framework, a) for a in file.arguments]
-    stated: Facts = {e.fact: e.said for e in entries if e.fact and e.said is not None}
+    stated: Facts = {e.fact: e.said for e in sorted(entries, key=_wins) if e.fact and e.said is not None}
     if "per_node" in stated and not any(e.key == "cluster.nodes" for e in entries):
         stated["nodes"] = 1  # torchrun's default
     d = draft(file.framework, stated | _config(file, stated), _hints(file))
@@ -99,6 +99,11 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     return ImportedJob(file.framework.removesuffix("-torchtitan"), job, tuple(entries))
 
 
+def _wins(e: JobEntry) -> bool:
+    """Whether it holds wherever it stands: of others the last one does."""
+    return e.argument.name.lstrip("-").replace("-", "_") in tables()["wins"]
+
+
 def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
     """An entry beside all others: what the job says otherwise is assumed, what bears on nothing of it is understood."""
     if e.fact in d.doubts and e.said == stated.get(e.fact):
@@ -107,6 +112,8 @@ def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
     there = {k: p.get(k, 1) > 1 for k in ("tp", "cp", "pp")}
     there |= {"fp8": d.job.get("precision", {}).get("compute") == "fp8", "zero3": p.get("zero", 3) == 3}
     lacks = [k for k in e.only if not there[k]]
+    if e.list == UNDERSTOOD and e.said is not None and e.said != stated.get(e.fact):
+        return replace(e, note="another argument says otherwise, and wins")
     if e.list == ASSUMED and lacks:
         return replace(e, list=UNDERSTOOD, note=f"nothing in a step depends on it: there is no {lacks[0]}")
     return e

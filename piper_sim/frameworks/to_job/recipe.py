@@ -97,9 +97,13 @@ def formats(d: JobDraft, f: Facts) -> None:
     _costs(d, f)
 
 
-def storage(framework: str, f: Facts) -> Facts:
+def storage(d: JobDraft, f: Facts) -> Facts:
     """Formats of weights, and those that gradients are kept and reduced in: as stated, or as they follow."""
     params, grads, reduce, kind = f.get("params"), f.get("grads"), f.get("reduce"), f.get("compute")
+    framework = d.framework
+    if framework == "megatron" and reduce == "bf16" and not f.get("fsdp"):  # --grad-reduce-in-bf16: the last word there
+        grads, reduce = ("bf16", "bf16") if kind == "bf16" else (grads, None)
+        d.expect(reduce, "reduce", f"megatron takes it with bf16 alone: gradients are {grads or kind}'s")
     if framework in EVEN and not f.get("fsdp"):  # one buffer, whose format goes over the wire
         own = "fp16" if framework == "megatron" and kind == "fp16" and grads is None else None
         reduce = reduce or own
@@ -109,7 +113,7 @@ def storage(framework: str, f: Facts) -> Facts:
         grads = grads or ("fp32" if kind == "bf16" and not zero_of(framework, f) else kind)
     elif framework == "accelerate" and f.get("distributed_type") == FSDP and kind in ("bf16", "fp16"):
         params, reduce = params or "fp32", reduce or kind  # it raises weights to fp32, and casts what it gathers
-    return {k: v for k, v in (("params", params), ("grads", grads), ("reduce", reduce)) if v is not None}
+    return {"params": params, "grads": grads, "reduce": reduce}
 
 
 def _muon(d: JobDraft, f: Facts) -> None:

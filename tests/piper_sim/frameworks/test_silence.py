@@ -55,6 +55,32 @@ def test_what_megatron_takes_by_itself(tmp_path: Path, more: str, section: str, 
     assert found.job[section].get(key) == value and not listed(found, UNKNOWN)
 
 
+@pytest.mark.parametrize(
+    ("more", "key", "value", "lost"),
+    [
+        # arguments.py: `if args.recompute_activations: args.recompute_granularity = 'selective'`, wherever it stands
+        ("--recompute-activations --recompute-granularity full", "schedule.recompute", "selective", "--recompute-gran"),
+        # arguments.py: `if args.use_rotary_position_embeddings: args.position_embedding_type = 'rope'`
+        (
+            "--use-rotary-position-embeddings --position-embedding-type none",
+            "model.position_embedding_type",
+            "rope",
+            "--position-emb",
+        ),
+        # arguments.py: `if args.grad_reduce_in_bf16: args.accumulate_allreduce_grads_in_fp32 = False`, of bf16 alone
+        ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "precision.grads", "bf16", ""),
+        ("--grad-reduce-in-bf16 --fp16", "precision.reduce", "fp16", "--grad-reduce"),
+    ],
+)
+def test_what_wins_in_megatron_wherever_it_stands(tmp_path: Path, more: str, key: str, value: str, lost: str) -> None:
+    said = MEGATRON.replace("--bf16 ", "" if "--fp16" in more else "--bf16 ")
+    ways = [more, "--".join(["", *more.removeprefix("--").split("--")[::-1]]).replace("--", " --")]
+    for found in (imported(tmp_path, said + x) for x in ways):
+        section, name = key.split(".")
+        assert found.job[section][name] == value and not listed(found, UNKNOWN)
+        assert not lost or next(e.note for e in found.entries if e.argument.name.startswith(lost))
+
+
 def test_half_gradients_of_megatron_come_back_as_they_went_out(tmp_path: Path) -> None:
     fp16 = MEGATRON.replace("--bf16", "--fp16")
     half, wide = (imported(tmp_path, fp16 + x).job["precision"] for x in ("", "--accumulate-allreduce-grads-in-fp32"))
