@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ir.job.schema import PARTS
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, has_experts
-from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, zero_of
+from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, shards, zero_of
 
 DEEPSPEED, FSDP = 2, 3  # accelerate's `distributed_type`, and the stage that it then takes
 LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
@@ -77,7 +77,7 @@ def _chosen(d: JobDraft, choice: str) -> tuple[str | list[str], str | None]:
 
 def formats(d: JobDraft, f: Facts) -> None:
     """Number formats, the optimizer, the constants of the framework."""
-    compute = "fp8" if f.get("fp8") == "fp8" else f.get("compute")
+    compute = "fp8" if f.get("fp8") == "fp8" else _unmixed(d, f) or f.get("compute")
     d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
     moments = f.get("optimizer_dtype")
     d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
@@ -95,6 +95,19 @@ def formats(d: JobDraft, f: Facts) -> None:
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
         d.put("costs", dispatcher=f.get("dispatcher"))
     _costs(d, f)
+
+
+def _unmixed(d: JobDraft, f: Facts) -> str | None:
+    """The format of weights, in which torchtitan computes where it divides a model and shards nothing."""
+    p = d.job.get("parallel", {})
+    divided, whole = p.get("tp", 1) * p.get("pp", 1) > 1, shards(d, f) == p.get("cp", 1) == 1
+    own, said = str(f.get("params")), f.get("compute")
+    if not d.framework.endswith("torchtitan") or not (divided and whole) or own == said:
+        return None
+    why = f"torchtitan computes in training.dtype where FSDP has nothing to shard: {own}, not {said}"
+    d.doubts["compute"] = why
+    d.fill("precision.compute", own, why)
+    return own
 
 
 def storage(d: JobDraft, f: Facts) -> Facts:
