@@ -13,6 +13,7 @@ from ir.core.files import read_json
 from ir.job.schema import OPEN
 from ir.job.table import keys_of, toml_sections
 from ir.workload.config.keys import TYPES
+from ir.workload.config.load import config_from
 from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch
 from piper_sim.frameworks.table import FORM, JobTableRow, framework_named, row_of
 from piper_sim.frameworks.table import facts as tables
@@ -25,6 +26,7 @@ PRIMUS = ("primus/configs/models/megatron", "primus/configs/models/torchtitan", 
 MOST_FILES = 12
 COUNTED = {"layers", "pp", "vp", "tp", "cp", "ep", "etp", "experts", "microbatches", "nodes", "per_node"}
 MOST = 2**20  # of what is counted out one by one
+LOSSES = {"router_aux_loss_coef", "aux_loss_alpha"}  # of a config.json, which count where a job says them
 DIVIDES = {"tp", "cp", "pp", "ep", "etp", "microbatch_size", "pp_microbatch_size", "nodes", "per_node"}  # others
 
 
@@ -261,8 +263,17 @@ def _config(file: JobFile, stated: Facts) -> Facts:
         raw = read_json(path, FORM)
     except PiperError:
         return {}
-    table = TYPES.get(str(raw.get("model_type"))) if isinstance(raw, dict) else None
-    if table is None or any(v is None and k in table and table[k].default is not None for k, v in raw.items()):
-        return {"config": {"config": str(path)}} if isinstance(raw, dict) else {}
-    kept = {k: v for k, v in raw.items() if k in table and v is not None and not (table[k].why and not table[k].only)}
-    return {"config": kept}
+    if not isinstance(raw, dict):
+        return {}
+    table = TYPES.get(str(raw.get("model_type")), {})
+    said = {k: v for k, v in raw.items() if k in table and v is not None and k not in LOSSES}
+    kept = {k: v for k, v in said.items() if not (table[k].why and not table[k].only)}
+    return {"config": kept if _same(kept, raw) else {"config": str(path)}}
+
+
+def _same(kept: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+    """Whether a config's own keys say all that it says: older spellings, tables and null may say more."""
+    try:
+        return config_from({}, "", kept) == config_from(raw, "")  # inline, as the job has them
+    except PiperError:
+        return False
