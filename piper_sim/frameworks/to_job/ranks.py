@@ -197,8 +197,13 @@ def cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
     dp = next(_candidates(f, p, inner, per or 8))
     total = inner * dp
     per = per if per and total % per == 0 else 8 if total % 8 == 0 else total
+    why = f"the {total} GPUs that hold tp, cp, pp, ep and the batch are no nodes of {f.get('per_node')}"
+    d.expect(f.get("per_node") in (None, per), "per_node", why)
     d.fill("cluster.nodes", total // per, f"the fewest GPUs that hold tp, cp, pp, ep and the batch: {total}")
-    d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
+    if f.get("per_node") == per:
+        d.put("cluster", gpus_per_node=per)
+    else:
+        d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
 
 
 def _candidates(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[int]:
@@ -218,7 +223,8 @@ def _candidates(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterato
     counts = [least * n for n in range(1, 257)]
     if batch:
         counts = [n for n in counts if batch % (n * f.get("microbatch_size", 1)) == 0] or counts
-    yield from (n for n in counts if inner * n % per == 0 or inner * n < per)
+    part = not f.get("per_node")  # a node that is stated is used whole
+    yield from (n for n in counts if inner * n % per == 0 or (part and inner * n < per))
     yield least
 
 

@@ -143,12 +143,24 @@ def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_pat
         # deepspeed/launcher/runner.py: parse_resource_filter
         ("deepspeed --include localhost:0,1,2,3 {}", (1, 4)),
         ("deepspeed --include='a:0,1@b:0,1' {}", (1, 4)),
+        # torch/distributed/run.py: --nnodes MIN:MAX
+        ("torchrun --nnodes=4:4 --nproc-per-node=8 {}", (4, 8)),
     ],
 )
 def test_a_launcher_says_how_many_ranks_there_are(tmp_path: Path, start: str, ranks: tuple[int, int]) -> None:
     found = imported(tmp_path, "#!/bin/bash\n" + start.format(f"pretrain_gpt.py {SIZES} --bf16"))
     assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == ranks
     assert not listed(found, UNKNOWN)
+
+
+@pytest.mark.parametrize("nodes", ["$NNODES", "1:4"])
+def test_a_node_of_which_nobody_says_how_many_there_are_is_used_whole(tmp_path: Path, nodes: str) -> None:
+    start = f"torchrun --nproc_per_node 8 --nnodes {nodes} pretrain_gpt.py {SIZES} --bf16"
+    found = imported(tmp_path, start + " --tensor-model-parallel-size 2")
+    assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == (1, 8)
+    assert listed(found, UNKNOWN) == ["--nnodes"] and not any(
+        e.key == "cluster.gpus_per_node" for e in found.entries[-6:]
+    )
 
 
 # deepspeed/runtime/engine.py: communication_data_type, get_data_types
