@@ -89,10 +89,10 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
         found = import_launch(str(Path(folder) / LAUNCH), framework)
-    try:
-        back = again(job_from(found.job))
-    except PiperError as e:
-        raise _cannot(framework, e.key or "model", None, e.message) from None
+        try:
+            back = again(job_from(found.job))  # which may read the config.json there
+        except PiperError as e:
+            raise _cannot(framework, e.key or "model", None, e.message) from None
     wrong = dict(_different(prepared, back))
     if wrong:
         key, (mine, theirs) = next(iter(wrong.items()))

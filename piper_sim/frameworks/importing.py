@@ -13,6 +13,7 @@ from ir.core.files import read_json
 from ir.job.schema import OPEN
 from ir.job.table import keys_of, toml_sections
 from ir.workload.config.keys import TYPES
+from ir.workload.config.load import config_from
 from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch
 from piper_sim.frameworks.table import FORM, JobTableRow, framework_named, row_of
 from piper_sim.frameworks.table import facts as tables
@@ -25,6 +26,7 @@ PRIMUS = ("primus/configs/models/megatron", "primus/configs/models/torchtitan", 
 MOST_FILES = 12
 COUNTED = {"layers", "pp", "vp", "tp", "cp", "ep", "etp", "experts", "microbatches", "nodes", "per_node"}
 MOST = 2**20  # of what is counted out one by one
+LOSSES = {"router_aux_loss_coef", "aux_loss_alpha"}  # of a config.json, which count where a job says them
 DIVIDES = {"tp", "cp", "pp", "ep", "etp", "microbatch_size", "pp_microbatch_size", "nodes", "per_node"}  # others
 
 
@@ -82,7 +84,7 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     """
     file = _overlaid(read_launch(path, framework_named(framework) if framework else None), framework is not None)
     entries = [_entry(file.framework, a) for a in file.arguments]
-    stated: Facts = {e.fact: e.said for e in entries if e.fact and e.said is not None}
+    stated: Facts = {e.fact: e.said for e in sorted(entries, key=_wins) if e.fact and e.said is not None}
     if "per_node" in stated and not any(e.key == "cluster.nodes" for e in entries):
         stated["nodes"] = 1  # torchrun's default
     d = draft(file.framework, stated | _config(file, stated), _hints(file))
@@ -99,6 +101,11 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     return ImportedJob(file.framework.removesuffix("-torchtitan"), job, tuple(entries))
 
 
+def _wins(e: JobEntry) -> bool:
+    """Whether it holds wherever it stands: of others the last one does."""
+    return e.argument.name.lstrip("-").replace("-", "_") in tables()["wins"]
+
+
 def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
     """An entry beside all others: what the job says otherwise is assumed, what bears on nothing of it is understood."""
     if e.fact in d.doubts and e.said == stated.get(e.fact):
@@ -107,6 +114,8 @@ def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
     there = {k: p.get(k, 1) > 1 for k in ("tp", "cp", "pp")}
     there |= {"fp8": d.job.get("precision", {}).get("compute") == "fp8", "zero3": p.get("zero", 3) == 3}
     lacks = [k for k in e.only if not there[k]]
+    if e.list == UNDERSTOOD and e.said is not None and e.said != stated.get(e.fact):
+        return replace(e, note="another argument says otherwise, and wins")
     if e.list == ASSUMED and lacks:
         return replace(e, list=UNDERSTOOD, note=f"nothing in a step depends on it: there is no {lacks[0]}")
     return e
@@ -254,8 +263,17 @@ def _config(file: JobFile, stated: Facts) -> Facts:
         raw = read_json(path, FORM)
     except PiperError:
         return {}
-    table = TYPES.get(str(raw.get("model_type"))) if isinstance(raw, dict) else None
-    if table is None or any(v is None and k in table and table[k].default is not None for k, v in raw.items()):
-        return {"config": {"config": str(path)}} if isinstance(raw, dict) else {}
-    kept = {k: v for k, v in raw.items() if k in table and v is not None and not (table[k].why and not table[k].only)}
-    return {"config": kept}
+    if not isinstance(raw, dict):
+        return {}
+    table = TYPES.get(str(raw.get("model_type")), {})
+    said = {k: v for k, v in raw.items() if k in table and v is not None and k not in LOSSES}
+    kept = {k: v for k, v in said.items() if not (table[k].why and not table[k].only)}
+    return {"config": kept if _same(kept, raw) else {"config": str(path)}}
+
+
+def _same(kept: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+    """Whether a config's own keys say all that it says: older spellings, tables and null may say more."""
+    try:
+        return config_from({}, "", kept) == config_from(raw, "")  # inline, as the job has them
+    except PiperError:
+        return False

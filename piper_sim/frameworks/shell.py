@@ -8,15 +8,15 @@ from itertools import takewhile
 
 from ir.core.files import FileErrors
 from piper_sim.frameworks.branches import MAYBE, NO, ShellJobBranches
-from piper_sim.frameworks.statements import DEEP, INNER, NAME, statements
+from piper_sim.frameworks.statements import DEEP, INNER, NAME, NESTED, statements
 
 MOST_WORDS = 20_000
 UNSET = "\u2e2e"  # stands where a variable's value is not in the file
 MAYBE_SET = "\u2e2f"  # behind each word of a value that a branch gave which may not be taken
 _ASSIGN = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(
-    rf"\$(?:\{{(?P<braced>{NAME}|\d+)(?:\[[@*]\])?(?:(?P<empty>:?)(?P<op>[-=?+])(?P<default>(?:[^{{}}]|\{{[^{{}}]*\}})*))?\}}"
-    rf"|(?P<plain>{NAME})|(?P<one>[0-9@*#?$!])|\{{(?P<odd>[^{{}}]*)\}})"
+    rf"\$(?:\{{(?P<braced>{NAME}|\d+)(?:\[[@*]\])?(?:(?P<empty>:?)(?P<op>[-=?+])(?P<default>{NESTED}*+))?\}}"
+    rf"|(?P<plain>{NAME})|(?P<one>[0-9@*#?$!])|\{{(?P<odd>{NESTED}*+)\}})"
 )
 _LIST = rf"{NAME}\+?=\((?:{INNER}|[^()\"'`\\])*+\)"
 _WORD = re.compile(rf"{_LIST}|;+|&&|\|\|?|(?:{INNER}|(?!&&)[^\s\"'`\\;|])+", re.DOTALL)
@@ -183,10 +183,10 @@ def _text(job: ShellJob, text: str, depth: int = 0, whole: bool = True) -> str:
         value, default = job.variables.get(name), m["default"]
         missing = value in (None, UNSET) or (m["empty"] and not value)
         if (missing and m["op"] in ("-", "=")) or (m["op"] == "+" and value is not None and not missing):
-            bare = re.sub(r"([\"'])(.*?)\1", r"\2", default, flags=re.DOTALL) if whole else default
-            value = _text(job, bare, depth + 1, whole) if depth < 9 else UNSET
+            bare = re.sub(r"([\"'])(.*?)\1", r"\2", default, flags=re.DOTALL)
+            value = _text(job, bare if whole else default, depth + 1, whole) if depth < 9 else UNSET
             if m["op"] == "=":
-                job.variables[name] = value
+                job.variables[name] = _text(job, bare, depth + 1) if depth < 9 else UNSET
             return value
         if m["op"] == "+":
             return ""

@@ -8,8 +8,11 @@ NAME = r"[A-Za-z_]\w*"
 DEEP = r"[^()]"  # a character, or what stands in parentheses
 for _ in range(4):  # as deep as regular expressions are told to look
     DEEP = rf"(?:[^()]|\({DEEP}*+\))"
+NESTED = r"[^{}]"  # the same, of braces: defaults of defaults
+for _ in range(4):
+    NESTED = rf"(?:[^{{}}]|\{{{NESTED}*+\}})"
 _VALUE = r"\$\{(?:[^{}\"\\]|\"[^\"]*\")*\}"  # within double quotes, with some of its own
-INNER = rf"[$<>]\({DEEP}*+\)|\$\{{[^{{}}]*\}}|`[^`]*`|\"(?:\\.|{_VALUE}|[^\"\\])*+\"|'[^']*'|\\."
+INNER = rf"[$<>]\({DEEP}*+\)|\$\{{{NESTED}*+\}}|`[^`]*`|\"(?:\\.|{_VALUE}|[^\"\\])*+\"|'[^']*'|\\."
 _TOKEN = re.compile(
     r"\\(?P<join>[^\S\n]*)\n"  # blanks behind the backslash are meant as none
     r"|(?P<comment>(?<![^\s;&|(])#[^\n]*)"

@@ -31,7 +31,7 @@ def read_value(how: str, value: object) -> object:
     Raises ValueError: it is no such value; the text says what would be.
     """
     kind, _, rest = how.partition(" ")
-    if kind in ("int", "num") and value in ("none", ""):
+    if kind in ("int", "num", "nodes") and value in ("none", ""):
         return None
     if value == "auto" and kind in ("flag", "not", "is", "else", "flagword"):
         raise ValueError("true or false")
@@ -183,12 +183,28 @@ def _pattern(value: object) -> object:
     return [int(c) for m in pairs for c in m[1].split(",") * int(m[2] or 1)][:10_000]
 
 
+def _nodes(value: object) -> int:
+    """torchrun's --nnodes: a number, or the least and the most that a run may have.
+
+    >>> _nodes("4"), _nodes("4:4")
+    (4, 4)
+    """
+    least, colon, most = str(value).partition(":")
+    if colon and least != most:
+        raise ValueError("one number of nodes: a run may have any between them")
+    number = _number(least)
+    if number != int(number):
+        raise ValueError("a whole number")
+    return int(number)
+
+
 _READ: Mapping[str, Callable[[object], object]] = {
     "layout": _layout,
     "list": _list,
     "pattern": _pattern,
     "layers": _kinds,
     "modules": _modules,
+    "nodes": _nodes,
     "slots": _slots,
 }
 

@@ -45,12 +45,13 @@ def _batches(events: Iterator[str]) -> Iterator[str]:
 
 
 def _events(named: Mapping[str, Trace], marks: TraceMarks | None) -> Iterator[str]:
+    most = max((len(set(trace.stream)) for trace in named.values()), default=0)
     for at, (name, trace) in enumerate(named.items()):
         # Rank 1 of all traces stands below rank 0 of all traces: predicted above measured.
         pids = {rank: rank * len(named) + at + 1 for rank in _ranks(trace)}
         streams = sorted(set(trace.stream), key=stream_key)
         # No tid is used twice: viewers differ in whether a tid belongs to its process.
-        tids = {(r, s): pid * (len(streams) + 1) + i + 1 for r, pid in pids.items() for i, s in enumerate(streams)}
+        tids = {(r, s): pid * (most + 1) + i + 1 for r, pid in pids.items() for i, s in enumerate(streams)}
         for rank, pid in pids.items():
             label = f"{name} rank {rank}".strip()
             yield _meta("process_name", pid, 0, name=label)

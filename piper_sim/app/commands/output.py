@@ -63,7 +63,9 @@ def show(renderable: object) -> None:
     columns = None if sys.stdout.isatty() else max(width(), 120)
     console = Console(width=columns, highlight=False, markup=False, emoji=False)
     drawn = console.render(renderable)  # type: ignore[arg-type]
-    console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
+    with console.capture() as written:  # which would end the process with 1 where a reader has left
+        console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
+    sys.stdout.write(written.get())
 
 
 def show_timeline(trace: Trace) -> None:

@@ -32,7 +32,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     f |= _by_pattern(layers)
     pp = f.get("pp", 1)
     f = _lengths(d, f, hints)
-    f |= storage(framework, f)
+    f |= storage(d, f)
     d.put("model", **model_of(d, f, stated, hints))
     stages = schedule(d, f, pp)
     parallel(d, f, stages)

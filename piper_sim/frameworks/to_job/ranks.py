@@ -106,6 +106,9 @@ def copies_of_shards(d: JobDraft, f: Facts) -> None:
     p, c, dp, stated = d.job.get("parallel", {}), d.job["cluster"], _replicas(d), f.get("dp_replicate", 1)
     for fact, said in (("dp_shard", f.get("dp_shard", 0) * stated), ("dp", f.get("dp", 0))):
         d.expect(said <= 0 or said == dp, fact, f"{said} replicas are not the {dp} that the GPUs make")
+    if stated > 1 and shards(d, f) == p.get("cp", 1) == 1 and p.get("zero"):  # torchtitan's FSDP of one replica is DDP
+        d.put("parallel", zero=0)
+        return
     edp = dp * p.get("tp", 1) * p.get("cp", 1) // (p.get("ep", 1) * p.get("etp", 1))
     by_node = str(f.get("zero")).startswith(HYBRID)
     size = c["gpus_per_node"] if by_node else f.get("shard_size", 0)  # ranks of one set of shards
@@ -124,6 +127,13 @@ def _replicas(d: JobDraft) -> int:
     p, c = d.job.get("parallel", {}), d.job["cluster"]
     inner: int = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
     return max(1, int(c["nodes"]) * int(c["gpus_per_node"]) // inner)
+
+
+def shards(d: JobDraft, f: Facts) -> int:
+    """Replicas that torchtitan's FSDP shards over: as stated, or those that are no copies; 0 if nobody says."""
+    if not d.framework.endswith("torchtitan") or f.get("dp_shard", 0) > 0:
+        return int(f.get("dp_shard", 0))
+    return 0 if "cluster.nodes" in d.filled else _replicas(d) // max(1, f.get("dp_replicate", 1))
 
 
 def zero_of(framework: str, f: Facts) -> int | None:
@@ -187,8 +197,13 @@ def cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
     dp = next(_candidates(f, p, inner, per or 8))
     total = inner * dp
     per = per if per and total % per == 0 else 8 if total % 8 == 0 else total
+    why = f"the {total} GPUs that hold tp, cp, pp, ep and the batch are no nodes of {f.get('per_node')}"
+    d.expect(f.get("per_node") in (None, per), "per_node", why)
     d.fill("cluster.nodes", total // per, f"the fewest GPUs that hold tp, cp, pp, ep and the batch: {total}")
-    d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
+    if f.get("per_node") == per:
+        d.put("cluster", gpus_per_node=per)
+    else:
+        d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
 
 
 def _candidates(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterator[int]:
@@ -208,7 +223,8 @@ def _candidates(f: Facts, p: Mapping[str, Any], inner: int, per: int) -> Iterato
     counts = [least * n for n in range(1, 257)]
     if batch:
         counts = [n for n in counts if batch % (n * f.get("microbatch_size", 1)) == 0] or counts
-    yield from (n for n in counts if inner * n % per == 0 or inner * n < per)
+    part = not f.get("per_node")  # a node that is stated is used whole
+    yield from (n for n in counts if inner * n % per == 0 or (part and inner * n < per))
     yield least
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ir.job.schema import PARTS
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, has_experts
-from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, zero_of
+from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, shards, zero_of
 
 DEEPSPEED, FSDP = 2, 3  # accelerate's `distributed_type`, and the stage that it then takes
 LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
@@ -77,7 +77,7 @@ def _chosen(d: JobDraft, choice: str) -> tuple[str | list[str], str | None]:
 
 def formats(d: JobDraft, f: Facts) -> None:
     """Number formats, the optimizer, the constants of the framework."""
-    compute = "fp8" if f.get("fp8") == "fp8" else f.get("compute")
+    compute = "fp8" if f.get("fp8") == "fp8" else _unmixed(d, f) or f.get("compute")
     d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
     moments = f.get("optimizer_dtype")
     d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
@@ -97,9 +97,26 @@ def formats(d: JobDraft, f: Facts) -> None:
     _costs(d, f)
 
 
-def storage(framework: str, f: Facts) -> Facts:
+def _unmixed(d: JobDraft, f: Facts) -> str | None:
+    """The format of weights, in which torchtitan computes where it divides a model and shards nothing."""
+    p = d.job.get("parallel", {})
+    divided, whole = p.get("tp", 1) * p.get("pp", 1) > 1, shards(d, f) == p.get("cp", 1) == 1
+    own, said = str(f.get("params")), f.get("compute")
+    if not d.framework.endswith("torchtitan") or not (divided and whole) or own == said:
+        return None
+    why = f"torchtitan computes in training.dtype where FSDP has nothing to shard: {own}, not {said}"
+    d.doubts["compute"] = why
+    d.fill("precision.compute", own, why)
+    return own
+
+
+def storage(d: JobDraft, f: Facts) -> Facts:
     """Formats of weights, and those that gradients are kept and reduced in: as stated, or as they follow."""
     params, grads, reduce, kind = f.get("params"), f.get("grads"), f.get("reduce"), f.get("compute")
+    framework = d.framework
+    if framework == "megatron" and reduce == "bf16" and not f.get("fsdp"):  # --grad-reduce-in-bf16: the last word there
+        grads, reduce = ("bf16", "bf16") if kind == "bf16" else (grads, None)
+        d.expect(reduce, "reduce", f"megatron takes it with bf16 alone: gradients are {grads or kind}'s")
     if framework in EVEN and not f.get("fsdp"):  # one buffer, whose format goes over the wire
         own = "fp16" if framework == "megatron" and kind == "fp16" and grads is None else None
         reduce = reduce or own
@@ -109,7 +126,7 @@ def storage(framework: str, f: Facts) -> Facts:
         grads = grads or ("fp32" if kind == "bf16" and not zero_of(framework, f) else kind)
     elif framework == "accelerate" and f.get("distributed_type") == FSDP and kind in ("bf16", "fp16"):
         params, reduce = params or "fp32", reduce or kind  # it raises weights to fp32, and casts what it gathers
-    return {k: v for k, v in (("params", params), ("grads", grads), ("reduce", reduce)) if v is not None}
+    return {"params": params, "grads": grads, "reduce": reduce}
 
 
 def _muon(d: JobDraft, f: Facts) -> None:

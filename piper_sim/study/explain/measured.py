@@ -112,7 +112,12 @@ class _Step:
         hosted = flat_start > late  # what went on between them is the host's
         inside = compute & (end[-1] > self.begin)
         queue = tuple(np.flatnonzero(inside & (self.program == p)) for p in range(len(self.ranks)))
-        if idle := [r for r, q in zip(self.ranks, queue, strict=True) if not len(q)]:
+        early = {int(p) for p in self.program[compute & ~inside]}
+        idle = [r for r, q in zip(self.ranks, queue, strict=True) if not len(q)]
+        if off := [r for r in idle if self.ranks.index(r) in early]:
+            what = f"rank {off[0]} is done with its step before those of others begin: its clock is another"
+            raise _bad(what, "traces on one clock, as `run --out DIR` writes them")
+        if idle:
             raise _bad(f"rank {idle[0]} computes nothing in the step", "a trace with rows of the stream `compute`")
         main = np.where(self.kind == OpKind.RECV, np.where(partner >= 0, partner, np.arange(n)), np.arange(n))
         chain = OpChain(
@@ -186,7 +191,10 @@ class _Step:
 
 
 def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:
-    """The rows of every step. Raises PiperError (io): a rank in two traces."""
+    """The rows of every step, but for those that lack ops of another: a run that was killed ends in the middle of one.
+
+    Raises PiperError (io): a rank in two traces, an op twice.
+    """
     out: dict[int, _Rows] = {}
     seen: dict[int, int] = {}
     for k, t in enumerate(traces):
@@ -198,10 +206,15 @@ def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:
             t.step.tolist(), t.rank.tolist(), t.stream, t.op, *times, strict=True
         ):
             rows = out.setdefault(s, _Rows({}, {}))
+            if (rank, stream, op) in rows.start:
+                raise _bad(f"{op} of rank {rank} stands twice in step {s}", "a trace that nobody put together")
             rows.start[rank, stream, op], rows.end[rank, stream, op] = start, max(start, end)
     if not out:
         raise _bad("no rows in it", "the trace.tsv that `run --out DIR` leaves in DIR")
-    return out
+    if any(t.header.get("writer") == "kineto" for t in traces):  # which names kernels by their number: steps differ
+        return out
+    most = max(out.values(), key=lambda rows: len(rows.start)).start.keys()
+    return {s: rows for s, rows in out.items() if not rows.start.keys() < most}
 
 
 def _bad(message: str, fix: str) -> PiperError:

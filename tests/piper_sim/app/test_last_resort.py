@@ -1,5 +1,7 @@
 """What nobody foresaw ends as an error of the contract; what a file holds reaches the terminal as text."""
 
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -57,3 +59,13 @@ def test_markup_and_escapes_in_a_name_are_text(capsys: pytest.CaptureFixture[str
     show(table)
     out = capsys.readouterr().out
     assert "[/nope]" in out and "[red]a" in out and "\x1b" not in out and "\\x1b[2J" in out
+
+
+def test_a_table_for_a_reader_who_has_left_is_a_broken_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich ended the process with 1."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError), os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        show(Table("head"))
+        gone.flush()

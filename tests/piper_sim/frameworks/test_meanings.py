@@ -14,7 +14,7 @@ from ir.job.load import job_from
 from piper_sim.app.cli import main
 from piper_sim.frameworks.exporting import export_launch
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
-from tests.piper_sim.frameworks.test_export import read_back
+from tests.piper_sim.frameworks.test_export import prepared, read_back
 from tests.piper_sim.frameworks.test_import import TEXTS, imported, listed
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
@@ -132,6 +132,36 @@ def test_torchtitan_counts_embedding_and_head_among_the_layers_of_its_stages(
         written = export_launch(prepare(job_from(found.job)), "torchtitan").files["train.toml"]
         usual = chunks == (1 if schedule == "1F1B" else 2)
         assert ("layers_per_stage" in written) == (not usual) and "sequence_parallel" not in written
+
+
+# torchtitan/distributed/utils.py, maybe_enable_amp: fully_shard mixes formats, or autocast where nothing is divided
+@pytest.mark.parametrize(
+    ("more", "gpus", "compute"),
+    [
+        ("tensor_parallel_degree 4", 4, "fp32"),
+        ("pipeline_parallel_degree 4", 4, "fp32"),
+        ("tensor_parallel_degree 4 --training.dtype bfloat16", 4, "bf16"),
+        ("tensor_parallel_degree 4", 8, "bf16"),
+        ("tensor_parallel_degree 2 --parallelism.context_parallel_degree 2", 4, "bf16"),
+        ("data_parallel_replicate_degree 4", 4, "bf16"),
+    ],
+)
+def test_torchtitan_mixes_formats_where_there_is_something_to_shard(
+    tmp_path: Path, more: str, gpus: int, compute: str
+) -> None:
+    text = f"torchrun --nproc_per_node {gpus} -m torchtitan.train --model.flavor 8B --parallelism.{more}"
+    found = imported(tmp_path, f"{text} --training.mixed_precision_param bfloat16")
+    assert found.job["precision"]["compute"] == compute
+    assert (found.job["parallel"]["zero"] == 0) == ("replicate" in more), "FSDP over one replica is DDP"
+    assert ("--training.mixed_precision_param" in listed(found, ASSUMED)) == (compute == "fp32")
+    made = export_launch(prepare(job_from(found.job)), "torchtitan")
+    assert made.read.job["precision"]["compute"] == compute
+
+
+def test_an_export_to_torchtitan_computes_in_the_jobs_format() -> None:
+    model, precision = {"config": "llama3-8b", "seq_len": 2048}, {"compute": "bf16", "params": "fp32"}
+    made = export_launch(prepared(model=model, parallel={"tp": 8, "pp": 2}, precision=precision), "torchtitan")
+    assert made.read.job["precision"]["compute"] == "bf16" and made.left_out["precision.params"] == "bf16"
 
 
 def test_replicas_of_torch_count_among_the_gpus(tmp_path: Path) -> None:

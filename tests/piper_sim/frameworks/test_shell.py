@@ -99,6 +99,8 @@ def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 READ = [  # lines parted by ~
     'N=${N:-"4"}~if [ "$N" = 4 ]; then M=1; else M=2; fi~run --m $M',
+    "N=${N:-${A:-${B:-${C:-2}}}}~: ${T:=${A:-${B:-4}}}~run $N ${T:-3} ${H:-${A:-${B:-64}}} ${N:+5} --d",
+    'N=7~: ${T:="$N"} ${U=\'8\'}~A=(--t="$T" --u="${U}")~run "${A[@]}" --d',
     'N=${N:-"a b"}~run $N "$N" ${M:-"c d"} --d',
     'N="${N:-"a b"}"~M=${M:-\'c d\'}~run "$N" "$M" --d',
     "if true && false || true; then N=1; else N=2; fi~run $N --d",

@@ -55,6 +55,32 @@ def test_what_megatron_takes_by_itself(tmp_path: Path, more: str, section: str, 
     assert found.job[section].get(key) == value and not listed(found, UNKNOWN)
 
 
+@pytest.mark.parametrize(
+    ("more", "key", "value", "lost"),
+    [
+        # arguments.py: `if args.recompute_activations: args.recompute_granularity = 'selective'`, wherever it stands
+        ("--recompute-activations --recompute-granularity full", "schedule.recompute", "selective", "--recompute-gran"),
+        # arguments.py: `if args.use_rotary_position_embeddings: args.position_embedding_type = 'rope'`
+        (
+            "--use-rotary-position-embeddings --position-embedding-type none",
+            "model.position_embedding_type",
+            "rope",
+            "--position-emb",
+        ),
+        # arguments.py: `if args.grad_reduce_in_bf16: args.accumulate_allreduce_grads_in_fp32 = False`, of bf16 alone
+        ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "precision.grads", "bf16", ""),
+        ("--grad-reduce-in-bf16 --fp16", "precision.reduce", "fp16", "--grad-reduce"),
+    ],
+)
+def test_what_wins_in_megatron_wherever_it_stands(tmp_path: Path, more: str, key: str, value: str, lost: str) -> None:
+    said = MEGATRON.replace("--bf16 ", "" if "--fp16" in more else "--bf16 ")
+    ways = [more, "--".join(["", *more.removeprefix("--").split("--")[::-1]]).replace("--", " --")]
+    for found in (imported(tmp_path, said + x) for x in ways):
+        section, name = key.split(".")
+        assert found.job[section][name] == value and not listed(found, UNKNOWN)
+        assert not lost or next(e.note for e in found.entries if e.argument.name.startswith(lost))
+
+
 def test_half_gradients_of_megatron_come_back_as_they_went_out(tmp_path: Path) -> None:
     fp16 = MEGATRON.replace("--bf16", "--fp16")
     half, wide = (imported(tmp_path, fp16 + x).job["precision"] for x in ("", "--accumulate-allreduce-grads-in-fp32"))
@@ -117,12 +143,24 @@ def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_pat
         # deepspeed/launcher/runner.py: parse_resource_filter
         ("deepspeed --include localhost:0,1,2,3 {}", (1, 4)),
         ("deepspeed --include='a:0,1@b:0,1' {}", (1, 4)),
+        # torch/distributed/run.py: --nnodes MIN:MAX
+        ("torchrun --nnodes=4:4 --nproc-per-node=8 {}", (4, 8)),
     ],
 )
 def test_a_launcher_says_how_many_ranks_there_are(tmp_path: Path, start: str, ranks: tuple[int, int]) -> None:
     found = imported(tmp_path, "#!/bin/bash\n" + start.format(f"pretrain_gpt.py {SIZES} --bf16"))
     assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == ranks
     assert not listed(found, UNKNOWN)
+
+
+@pytest.mark.parametrize("nodes", ["$NNODES", "1:4"])
+def test_a_node_of_which_nobody_says_how_many_there_are_is_used_whole(tmp_path: Path, nodes: str) -> None:
+    start = f"torchrun --nproc_per_node 8 --nnodes {nodes} pretrain_gpt.py {SIZES} --bf16"
+    found = imported(tmp_path, start + " --tensor-model-parallel-size 2")
+    assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == (1, 8)
+    assert listed(found, UNKNOWN) == ["--nnodes"] and not any(
+        e.key == "cluster.gpus_per_node" for e in found.entries[-6:]
+    )
 
 
 # deepspeed/runtime/engine.py: communication_data_type, get_data_types

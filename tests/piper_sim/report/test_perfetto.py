@@ -59,6 +59,15 @@ def test_two_traces_stand_rank_by_rank() -> None:
     assert shown == [f"{whose} rank {rank}" for rank in (0, 1) for whose in ("predicted", "measured")]
 
 
+def test_no_thread_of_two_traces_is_another_ones() -> None:
+    """One has a stream, the other four: both counted from their own."""
+    streams = ("compute", "dp", "tp", "send>1")
+    one = Trace.of({}, [(0, r, "compute", "0F0", 0.0, 0.0, 1.0) for r in range(9)])
+    many = Trace.of({}, [(0, r, s, "0F0", 0.0, 0.0, 1.0) for r in range(9) for s in streams])
+    found = [e["tid"] for e in events(perfetto_gz({"a": one, "b": many})) if e["name"] == "thread_name"]
+    assert len({*found}) == len(found) == 9 * 5
+
+
 def test_names_are_given_as_they_are() -> None:
     op = 'a"b\\c</script>é'
     [e] = [e for e in events(perfetto_gz(Trace.of({}, [(0, 0, 's"', op, 0, 0, 1)]))) if e["ph"] == "X"]

@@ -111,6 +111,30 @@ def test_a_file_a_file_for_each_rank_and_the_job_beside_it(tmp_path: Path, capsy
     assert main(["explain", "a", "b", "--trace", "c", "--json"]) == 2
 
 
+def test_a_step_that_was_cut_short_is_not_the_median() -> None:
+    """Of three steps the last one stops in its middle, as a killed run leaves it."""
+
+    def trace(rows: Sequence[tuple[int, int, str, str, float]]) -> Trace:
+        return Trace.of({}, [(*row[:4], row[4], row[4], row[4] + 1) for row in rows])
+
+    def ops(s: int, at: float) -> list[tuple[int, int, str, str, float]]:
+        links = [(s, 0, "send>1", "0SEND_F0", at + 1), (s, 1, "recv<0", "1RECV_F0", at + 1)]
+        return [
+            (s, 0, "compute", "0F0", at),
+            *links,
+            (s, 1, "compute", "1F0", at + 2),
+            (s, 0, "compute", "0B0", at + 4),
+        ]
+
+    rows = [*ops(0, 0.0), *ops(1, 5.0), *ops(2, 10.0)]
+    assert explain_traces([trace(rows)]).iteration_s == explain_traces([trace(rows[:-2])]).iteration_s == 5
+    with pytest.raises(PiperError, match="0F0 of rank 0 stands twice in step 1"):
+        explain_traces([trace([*rows, rows[5]])])
+    skewed = [(s, r, stream, op, at + 50 * r) for s, r, stream, op, at in rows]
+    with pytest.raises(PiperError, match="its clock is another"):
+        explain_traces([trace(skewed)])
+
+
 def kernel(name: str, ts: float, dur: float, launch: int, **args: object) -> list[dict[str, Any]]:
     call = {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": float(launch), "dur": 1.0, "pid": 1, "tid": 1}
     return [
