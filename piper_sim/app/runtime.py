@@ -47,6 +47,10 @@ def runtime(
         near, allowed = nearest(backend, BACKENDS), ", ".join(BACKENDS)
         raise PiperError(ErrorKind.USAGE, f"backend {backend!r}", key="backend", allowed=allowed, suggestion=near)
 
+    if isinstance(job, Job) and set:
+        message, fix = f"overrides of a job that is loaded: {set}", f"runtime(load_job(path, set={set!r}))"
+        raise PiperError(ErrorKind.USAGE, message, key="set", allowed="with a path, or sections", suggestion=fix)
+
     def judge(ranks: int) -> tuple[PreparedJob, Plan]:
         found = with_graph(job if isinstance(job, Job) else load_job(job, set))
         if steps is None and found.optimizer.schedule == "wsd":

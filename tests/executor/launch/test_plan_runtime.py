@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import piper_sim
 from tests.docs.test_docs import blocks
 from tests.executor.launch.processes import ROOT, objects, python
 from tests.executor.runs import JOB, job_file, run
@@ -149,3 +150,9 @@ def test_a_mistake_outside_of_with_ends_all(tmp_path: Path) -> None:
     error = objects(done.stdout)[0]["error"]
     assert done.returncode != 0 and (error["kind"], error["rank"]) == ("rank_failed", 1)
     assert "a mistake" in error["message"] and "terminate called" not in done.stderr
+
+
+def test_overrides_of_a_job_that_is_loaded_are_refused() -> None:
+    job = piper_sim.load_job({"model": {"config": "tiny-llama"}})
+    with pytest.raises(piper_sim.PiperError, match="overrides of a job that is loaded"):
+        piper_sim.runtime(job, set=["optimizer.lr=1"])
