@@ -18,6 +18,17 @@ FLAT = {".uint16": "<u2", ".uint32": "<u4"}
 KINDS = "text, .npy, .bin beside its .idx, flat numbers: .uint16, .uint32, .bin; or the folder of a saved dataset"
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integer formats
+_PACKED = {  # first bytes of files that are no text, and would be read as one
+    b"PK\x03\x04": "a zip file (.npz, .pt)",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\x00": "compressed by xz",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "an array of NumPy's, not named .npy",
+    _MAGIC: "an index, not named .idx",
+}
 _BLOCKS, _BLOCK = 64, 2**16  # looked at before a run, evenly spread; what a rank reads is looked at as it reads it
 
 Tokens = np.ndarray | ChunkedTokens
@@ -55,6 +66,11 @@ def _mapped(file: Path, vocab: int, form: FileErrors) -> np.ndarray:
         raise form.wrong("an index, not its tokens", str(file), None, KINDS, str(file.with_suffix(".bin")))
     if file.suffix == ".bin" and index.exists():
         return np.memmap(file, dtype=_indexed(file, index, form), mode="r")
+    if file.suffix not in (".bin", *FLAT):
+        with file.open("rb") as f:
+            head = f.read(16)
+        if packed := next((said for magic, said in _PACKED.items() if head.startswith(magic)), None):
+            raise form.wrong(f"no text, but {packed}", str(file), None, KINDS)
     kind = FLAT.get(file.suffix) or (("<u2" if vocab <= 2**16 else "<u4") if file.suffix == ".bin" else "u1")
     if size := file.stat().st_size % (each := np.dtype(kind).itemsize):
         message = f"{size} bytes are left over behind numbers of {each} bytes"

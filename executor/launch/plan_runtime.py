@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from executor.checkpoint.settings import settled
@@ -31,7 +35,8 @@ from ir.plan.text import plan_digest
 ALL = "all"  # the group of every rank
 ENDLESS = sys.maxsize  # steps, where nobody says when the loop ends
 Tokens = Tensor | np.ndarray
-Batch = Tokens | tuple[Tokens, Tokens]
+Batch = Tokens | tuple[Tokens, Tokens] | list[Tokens]
+CALLS = ("step", "evaluate", "save", "close")
 
 
 class PlanRuntime:
@@ -51,6 +56,10 @@ class PlanRuntime:
     ) -> None:
         """judge: what is to be run, asked of rank 0, for so many ranks. Raises PiperError."""
         place = TorchrunRank.here()
+        if dist.is_initialized():
+            message, fix = "this process has a default process group of torch.distributed", "close() what has made it"
+            allowed = "none: the runtime makes its own, one at a time"
+            raise PiperError(ErrorKind.USAGE, message, key="runtime", allowed=allowed, suggestion=fix)
         torch.set_num_threads(1)
         o = options(place.world)
         o.check()
@@ -71,6 +80,8 @@ class PlanRuntime:
         self.steps, self.grad_norm = saving.first, float("nan")
         job = self.prepared.job
         self.sequences = self.prepared.mesh.sizes["dp"] * self.prepared.mbs * job.schedule.microbatch_size
+        self._closed = False
+        atexit.register(self._left)
         context.progress.outside()
 
     def __enter__(self) -> PlanRuntime:
@@ -80,7 +91,7 @@ class PlanRuntime:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         """Of an error in the loop's own code the other ranks are told, and end, too."""
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
             traceback.print_exception(error)
@@ -91,21 +102,19 @@ class PlanRuntime:
 
         batch: token ids (sequences, seq_len + 1), or ids and labels (sequences, seq_len) each, −100 where none counts.
 
-        Raises PiperError (usage): it has another shape.
+        Raises PiperError (usage): it has another shape, a token outside the vocabulary, or ranks differ in it.
         """
-        batches = self._batches(batch, self.steps)
-        result = self._rank.run.step(self.steps, batches)
-        self._after()
-        self.steps += 1
-        loss, self.grad_norm = self._loss(result.losses), self._norm(result)
-        self._context.progress.outside()
+        with self._call("step", batch) as batches:
+            result = self._rank.run.step(self.steps, batches)
+            self._after()
+            self.steps += 1
+            loss, self.grad_norm = self._loss(result.losses), self._norm(result)
         return loss
 
     def evaluate(self, batch: Batch) -> float:
-        """The loss of a global batch, without an update and without dropout; it costs a step."""
-        found = self._loss(self._rank.evaluate(self._batches(batch, 0)))
-        self._context.progress.outside()
-        return found
+        """The loss of a global batch, without an update and without dropout; it costs a step. Raises as `step` does."""
+        with self._call("evaluate", batch) as batches:
+            return self._loss(self._rank.evaluate(batches))
 
     def save(self) -> str:
         """Write a checkpoint to the folder that `runtime(save=…)` named, all ranks together; returns where it is.
@@ -116,20 +125,65 @@ class PlanRuntime:
         if keeper is None or keeper.saving.save is None:
             message, fix = "no folder to save to", 'piper_sim.runtime(job, save="checkpoints")'
             raise PiperError(ErrorKind.USAGE, message, key="save", suggestion=fix)
-        keeper.after(self.steps, self.steps, self._rank.transport)
-        keeper.settle(self._rank.transport)
-        self._context.progress.outside()
+        with self._call("save"):
+            keeper.after(self.steps, self.steps, self._rank.transport)
+            keeper.settle(self._rank.transport)
         return str(keeper.saved)
 
     def close(self) -> None:
-        """End, all ranks together."""
-        self._rank.close()
+        """End, all ranks together. A second time does nothing."""
+        if self._closed:
+            return
+        with self._call("close"):
+            self._closed = True
+            self._rank.close()
         self._context.progress.end()
         self._lookout.part()
         self._scratch.cleanup()
+        atexit.unregister(self._left)
 
-    def _batches(self, batch: Batch, step: int) -> dict[int, PendingMicrobatch]:
-        ids, labels = self._tokens(batch)
+    def _left(self) -> None:
+        """The process ends, and nobody has closed: well, so close; or of an error, of which Python has told already."""
+        told: BaseException | None = getattr(sys, "last_value", None)
+        try:
+            if told is not None:
+                raise told
+            self.close()
+        except BaseException as error:
+            if told is None:
+                traceback.print_exception(error)
+            self._lookout.fall(error)  # does not return
+
+    @contextmanager
+    def _call(self, what: str, *batch: Batch) -> Iterator[dict[int, PendingMicrobatch]]:
+        """In a call that all ranks make: what the loop's own code has switched on or off is not the plan's."""
+        if self._closed:
+            message, fix = f"{what} behind close", "another piper_sim.runtime(job)"
+            raise PiperError(ErrorKind.USAGE, message, key=what, suggestion=fix)
+        kind = self._rank.device.torch.type
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+            both = self._tokens(*batch) if batch else ()
+            self._agree(what, both)
+            yield self._batches(*both, step=self.steps if what == "step" else 0) if both else {}
+        self._context.progress.outside()
+
+    def _agree(self, what: str, both: tuple[Tensor, ...]) -> None:
+        """Ranks that part here would train on parts of two batches, or wait for one another. Raises PiperError."""
+        digest = 0
+        for x in both:
+            digest = zlib.crc32(x.cpu().contiguous().numpy().data, digest)
+        row = torch.tensor([CALLS.index(what), self.steps, digest], dtype=torch.float64, device="cpu")
+        told = [[int(x) for x in r] for r in self._gathered(row, what).tolist()]
+        self._context.progress.outside()
+        if (odd := next((r for r, said in enumerate(told) if said != told[0]), None)) is not None:
+            (one, first, _), (other, then, _) = told[0], told[odd]
+            message, fix = f"rank {odd} has another batch than rank 0", "one seed for what draws or shuffles it"
+            if (one, first) != (other, then):
+                message = f"rank 0 calls {CALLS[one]} behind {first} steps, rank {odd} {CALLS[other]} behind {then}"
+                fix = "decide by what all ranks know: the loss, or the step"
+            raise PiperError(ErrorKind.USAGE, message, key=what, allowed="the same on every rank", suggestion=fix)
+
+    def _batches(self, ids: Tensor, labels: Tensor, step: int) -> dict[int, PendingMicrobatch]:
         program, size = self._rank.program, self.prepared.job.schedule.microbatch_size
         scale, out = 1.0 / max(1, int((labels != TokenLoss.IGNORE).sum())), {}
         for mb in program.batches():
@@ -142,15 +196,29 @@ class PlanRuntime:
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Ids and labels. Raises PiperError (usage): they do not fit the job."""
         length = self.prepared.job.model.seq_len
-        both = batch if isinstance(batch, tuple) else (batch,)
-        given = [x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu") for x in both]
+        pair = isinstance(batch, tuple) or (isinstance(batch, list) and all(getattr(x, "ndim", 0) == 2 for x in batch))
+        given = [_numbers(x) for x in (batch if pair else (batch,))]
         want = (self.sequences, length + (len(given) == 1))
-        if any(tuple(x.shape) != want or x.is_floating_point() for x in given) or len(given) > 2:
-            message = f"a batch of {', '.join(f'{x.dtype} {list(x.shape)}' for x in given)}"
+        if any(tuple(x.shape) != want or x.dtype is not torch.int64 for x in given) or len(given) not in (1, 2):
+            message = f"a batch of {', '.join(map(_form, given if pair else (batch,))) or 'nothing'}"
             allowed = f"token ids [{self.sequences}, {length + 1}], or ids and labels [{self.sequences}, {length}] each"
-            raise PiperError(ErrorKind.USAGE, message, key="batch", allowed=allowed)
+            fix = "(ids, labels), where a label is the token that comes next" if isinstance(batch, dict) else None
+            raise PiperError(ErrorKind.USAGE, message, key="batch", allowed=allowed, suggestion=fix)
         ids, labels = given if len(given) == 2 else (given[0][:, :-1], given[0][:, 1:])
-        return ids.long(), labels.long()
+        self._check_vocabulary("label", labels[labels != TokenLoss.IGNORE], f", or {TokenLoss.IGNORE}")
+        if self.prepared.job.model.graph is None:  # what a module of the user's own makes of a number is its own
+            self._check_vocabulary("id", ids)
+        return ids, labels
+
+    def _check_vocabulary(self, name: str, tokens: Tensor, more: str = "") -> None:
+        most = None if self.prepared.job.model.graph is not None else self.prepared.config.vocab - 1
+        allowed = ("0 or more" if most is None else f"0 to {most}") + more
+        for token in (int(tokens.max()), int(tokens.min())) if tokens.numel() else ():
+            if token < 0 or (most is not None and token > most):
+                message, fix = f"{name} {token} is outside the vocabulary", None
+                if more and token < 0:
+                    fix = f"{TokenLoss.IGNORE} where none counts"
+                raise PiperError(ErrorKind.USAGE, message, key="batch", allowed=allowed, suggestion=fix)
 
     def _loss(self, losses: dict[int, float]) -> float:
         mine = of_the_batch(self.prepared, self._rank.program, losses)
@@ -166,10 +234,10 @@ class PlanRuntime:
         squares = torch.tensor(result.squares, dtype=torch.float64, device="cpu")
         return norm_of_ranks(None, self._gathered(squares).tolist())
 
-    def _gathered(self, row: Tensor) -> Tensor:
+    def _gathered(self, row: Tensor, what: str = "loss") -> Tensor:
         row = row.to(self._rank.device.torch)
         into = row.new_empty(self._context.world * row.numel())
-        self._context.progress.wait(text="loss")
+        self._context.progress.wait(text=what)
         self._rank.transport.all_gather(ALL, into, row).wait()
         return into.view(self._context.world, -1).cpu()
 
@@ -178,3 +246,22 @@ class PlanRuntime:
         assert self._rank.local is not None
         self._rank.local.guide.take()
         self._rank.run.rows.clear()
+
+
+def _numbers(given: object) -> Tensor:
+    """As int64, where it is integers: of any width, byte order and layout."""
+    if not isinstance(given, Tensor):
+        try:
+            array = np.asarray(given)
+        except (TypeError, ValueError, RuntimeError):  # ragged; of tensors
+            array = np.asarray(None)
+        whole = array.dtype.kind in "iu"
+        return torch.from_numpy(array.astype(np.int64)) if whole else torch.zeros(array.shape, device="cpu")
+    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+        return given
+    return given.long().clone() if given.is_inference() else given.long()
+
+
+def _form(given: object) -> str:
+    shape, dtype = getattr(given, "shape", None), getattr(given, "dtype", "")
+    return type(given).__name__ if shape is None else f"{dtype} {list(shape)}"

@@ -62,18 +62,23 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     _refuse_recompute(prepared)
     if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
         raise _not_yet("a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
-    if job.model.weights is not None:
-        from executor.modules.choose import check_weights  # with torch, which a launcher needs for nothing else
-
-        check_weights(prepared)
     if job.model.module is not None or job.model.graph is not None:
+        _check_weights(prepared)
         refuse_module(prepared)
         check_sources(job, prepared.config.vocab)
         return
     refuse_model(prepared.config)
+    _check_weights(prepared)  # of a family that is not built no tensor would have the right name
     _refuse_stored(prepared)
     _refuse_balance(prepared)
     check_sources(job, prepared.config.vocab)
+
+
+def _check_weights(prepared: PreparedJob) -> None:
+    if prepared.job.model.weights is not None:
+        from executor.modules.choose import check_weights  # with torch, which a launcher needs for nothing else
+
+        check_weights(prepared)
 
 
 def _check_compiler() -> None:

@@ -95,7 +95,9 @@ class RankWatchdog:
     def start(self) -> None:
         """Watch from now on. A launcher that ends everybody leaves us the time to say why."""
         self._began_s = clock.now()
-        signal.signal(signal.SIGTERM, lambda *_: self._told_to_end())
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else whoever took it decides
+            with suppress(ValueError):  # a thread that is not the main one may not
+                signal.signal(signal.SIGTERM, self._told_to_end)
         self._publish()
         self.store.wait([f"at/{r}" for r in range(self.world)])
         self._looked_s = clock.now()
@@ -152,12 +154,15 @@ class RankWatchdog:
     def _stop(self) -> None:
         """No thread is left: Python ends one that is inside the store by unwinding it, and C++ the process for that."""
         self._over.set()
+        if signal.getsignal(signal.SIGTERM) == self._told_to_end:
+            with suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for thread in self._threads:
             thread.join(GONE_S)  # else the store answers nobody
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def _told_to_end(self) -> None:
+    def _told_to_end(self, *_: object) -> None:
         self._ended_s = self._ended_s or clock.now()
 
     def _watch(self) -> None:

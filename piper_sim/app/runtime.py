@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.job import Job, load_job
 from ir.job.build import PreparedJob
 from ir.job.run_options import CheckpointOptions, JobRunOptions
@@ -15,6 +15,8 @@ from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
 if TYPE_CHECKING:
     from executor.launch.plan_runtime import PlanRuntime
+
+BACKENDS = ("gloo", "nccl")  # between processes
 
 
 def runtime(
@@ -41,6 +43,14 @@ def runtime(
         fix = "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, f"no {error.name}", key="runtime", suggestion=fix) from error
 
+    if backend not in BACKENDS:
+        near, allowed = nearest(backend, BACKENDS), ", ".join(BACKENDS)
+        raise PiperError(ErrorKind.USAGE, f"backend {backend!r}", key="backend", allowed=allowed, suggestion=near)
+
+    if isinstance(job, Job) and set:
+        message, fix = f"overrides of a job that is loaded: {set}", f"runtime(load_job(path, set={set!r}))"
+        raise PiperError(ErrorKind.USAGE, message, key="set", allowed="with a path, or sections", suggestion=fix)
+
     def judge(ranks: int) -> tuple[PreparedJob, Plan]:
         found = with_graph(job if isinstance(job, Job) else load_job(job, set))
         if steps is None and found.optimizer.schedule == "wsd":
@@ -49,6 +59,6 @@ def runtime(
         return judged(prepare_priced(found, hardware_of(found)), options(ranks))
 
     def options(ranks: int) -> JobRunOptions:
-        return JobRunOptions(ranks, steps or ENDLESS, backend, watchdog_s, memory=False)
+        return JobRunOptions(ranks, ENDLESS if steps is None else steps, backend, watchdog_s, memory=False)
 
     return PlanRuntime(judge, options, CheckpointOptions(save, resume=resume))

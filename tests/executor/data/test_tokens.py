@@ -146,6 +146,12 @@ def _bad(path: Path, name: str) -> Path:
             np.save(bare := path / "x.npy", np.array([1, -1, 2]))
         case "word":
             (bare := path / "x.txt").write_text("hello")
+        case "zip":
+            (bare := path / "x.pt").write_bytes(b"PK\x03\x04 and so on")
+        case "gzip":
+            (bare := path / "x.txt.gz").write_bytes(b"\x1f\x8b\x08 and so on")
+        case "Parquet":
+            (bare := path / "x.parquet").write_bytes(b"PAR1 and so on")
         case "index":
             (bare := path / "x.idx").write_bytes(_index([2], kind))
     return bare
@@ -158,6 +164,7 @@ WRONG = {
     "a table": "2 dimensions", "objects": "cannot read tokens", "no numpy": "cannot read tokens",
     "nothing in it": "cannot read tokens", "negative": "token -1 is outside", "missing": "cannot read tokens",
     "word": "token 111 is outside the vocabulary of 100", "index": "an index, not its tokens",
+    "zip": "no text, but a zip file", "gzip": "compressed by gzip", "Parquet": "a Parquet file",
 }  # fmt: skip
 
 

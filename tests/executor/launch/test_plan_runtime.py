@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import piper_sim
 from tests.docs.test_docs import blocks
 from tests.executor.launch.processes import ROOT, objects, python
 from tests.executor.runs import JOB, job_file, run
@@ -89,3 +90,69 @@ def test_the_page_s_loop_runs(tmp_path: Path) -> None:
     done = _loop(tmp_path, next(text for text in found[""] if "piper_sim.runtime" in text))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step-000003") == 2 and done.stdout.startswith("3 5.")
+
+
+TOLD = """
+import os, signal, sys
+import numpy as np
+import piper_sim
+import torch
+
+RANK = int(os.environ["RANK"])
+
+def refused(call, word):
+    try:
+        call()
+    except piper_sim.PiperError as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(word)
+
+refused(lambda: piper_sim.runtime(sys.argv[1], backend="glo"), "gloo")
+runtime = piper_sim.runtime(sys.argv[1])
+batch = np.arange(36).reshape(4, 9)
+ids, labels = batch[:, :-1], batch[:, 1:]
+with torch.inference_mode():
+    first = runtime.evaluate([torch.tensor(ids), torch.tensor(labels)])  # as a DataLoader gives them
+assert first == runtime.evaluate(batch[::-1][::-1].astype(">u2")) == runtime.evaluate(batch.tolist())
+for odd in ({"input_ids": ids}, batch > 3, None, "text", (), [[1], [2, 3]]):
+    refused(lambda: runtime.step(odd), "token ids [4, 9]")
+refused(lambda: runtime.step((ids, labels - 2)), "label -1")
+refused(lambda: runtime.step(batch + 256), "291 is outside the vocabulary")
+refused(lambda: runtime.step(batch + RANK), "rank 1 has another batch")
+refused(lambda: runtime.evaluate(batch) if RANK else runtime.step(batch), "rank 1 evaluate behind 0")
+refused(lambda: piper_sim.runtime(sys.argv[1]), "one at a time")
+assert runtime.evaluate(batch) == first == runtime.step(batch)  # what was refused has trained nothing
+runtime.close()
+runtime.close()
+refused(lambda: runtime.step(batch), "step behind close")
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+taken = lambda *_: None
+signal.signal(signal.SIGTERM, taken)
+runtime = piper_sim.runtime(sys.argv[1])
+assert signal.getsignal(signal.SIGTERM) is taken
+assert first == runtime.step(batch)
+if sys.argv[2:] and RANK:
+    raise KeyError("a mistake of the loop's own")  # else nobody closes
+"""
+
+
+def test_what_a_loop_may_not_do_is_refused_and_trains_nothing(tmp_path: Path) -> None:
+    job = str(job_file(tmp_path, text=JOB))
+    done = _loop(tmp_path, TOLD, job)
+    assert done.returncode == 0, done.stderr
+    assert "terminate called" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_mistake_outside_of_with_ends_all(tmp_path: Path) -> None:
+    done = _loop(tmp_path, TOLD, str(job_file(tmp_path, text=JOB)), "mistake")
+    error = objects(done.stdout)[0]["error"]
+    assert done.returncode != 0 and (error["kind"], error["rank"]) == ("rank_failed", 1)
+    assert "a mistake" in error["message"] and "terminate called" not in done.stderr
+
+
+def test_overrides_of_a_job_that_is_loaded_are_refused() -> None:
+    job = piper_sim.load_job({"model": {"config": "tiny-llama"}})
+    with pytest.raises(piper_sim.PiperError, match="overrides of a job that is loaded"):
+        piper_sim.runtime(job, set=["optimizer.lr=1"])

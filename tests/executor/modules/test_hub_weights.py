@@ -204,6 +204,15 @@ def test_weights_of_something_else_are_refused_before_ranks_start(wrong: str, tm
     assert e.value.key and e.value.allowed and e.value.file
 
 
+def test_of_a_family_that_is_not_built_weights_are_no_matter(tmp_path: Path) -> None:
+    saved(tmp_path, FAMILIES["tiny-llama"])
+    raw = FAMILIES["tiny-llama"] | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    prepared, _ = judged(tmp_path, *job_of(tmp_path), f'model.weights="{tmp_path}"')
+    with pytest.raises(PiperError, match="olmo2 is predicted, but has no reference module"):
+        refuse(prepared)
+
+
 def test_a_folder_with_one_file_beside_an_index_is_read_as_transformers_does(tmp_path: Path) -> None:
     raw = FAMILIES["tiny-llama"]
     saved(tmp_path, raw)
