@@ -95,7 +95,7 @@ def launch(
     if out is not None:
         folder_for(out)
         shutil.rmtree(out / FOLDER, ignore_errors=True)  # of a run before
-    with RankForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
+    with RankForkServer.lock, scratch("piper-run-") as name:
         run = _Run(ranks, Path(name), watchdog_s, startup_s)
         create(run.folder / "progress", ranks)
         for number, text in enumerate(given):
@@ -147,10 +147,12 @@ def _writing(path: Path, cannot: str = "cannot be written") -> Iterator[None]:
 
 
 @contextmanager
-def _scratch() -> Iterator[None]:
-    """Name the folder for temporary files where it is that which is full."""
+def scratch(prefix: str) -> Iterator[str]:
+    """A folder for temporary files. What cannot be removed stays: on NFS, what somebody still has open. Raises
+    PiperError (io): there is no room for them."""
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+            yield name
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise

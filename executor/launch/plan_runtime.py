@@ -55,7 +55,7 @@ class PlanRuntime:
         o = options(place.world)
         o.check()
         judged = judge(place.world) if place.rank == 0 else None
-        self._scratch = tempfile.TemporaryDirectory(prefix="piper-rank-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="piper-rank-", ignore_cleanup_errors=True)
         store, self._lookout = joined(place, Path(self._scratch.name), o, judged)
         context = rank_context(store, place, Path(self._scratch.name))
         try:

@@ -1,14 +1,18 @@
 """How a run ends that is told to, or has no room: exit codes, nothing left running, nothing left lying about."""
 
 import errno
+import os
+import shutil
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from executor.launch import launch
+from executor.launch import forkserver, launch
+from executor.launch.forkserver import RankForkServer, RankServer, RankServerGone
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import COMMAND, pids, started
 from tests.executor.launch.test_run_command import command
@@ -84,3 +88,80 @@ def test_no_room_for_temporary_files_is_said_of_them(
     out = tmp_path / "out"
     error = command(capfd, "run", str(job_file(tmp_path)), "-n", "2", "--out", str(out), code=2)["error"]
     assert error["kind"] == "io" and error["file"] == str(out / "ranks.json") and list(out.iterdir()) == []
+
+
+def test_what_is_left_among_temporary_files_does_not_take_the_losses_along(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree = shutil.rmtree
+
+    def busy(path: Any, *args: Any, onerror: Any = None, **more: Any) -> None:  # as NFS says of files that are open
+        if onerror is None or not Path(path).name.startswith("piper-"):
+            return rmtree(path, *args, onerror=onerror, **more)
+        error = OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        onerror(os.rmdir, path, (OSError, error, None))
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile._shutil, "rmtree", busy)  # type: ignore[attr-defined]
+    found = command(capfd, "run", str(job_file(tmp_path)), "-n", "2")
+    assert len(found["losses"]) == 1 and list(tmp_path.glob("piper-run-*"))
+
+
+@pytest.mark.parametrize(("closed", "where"), [(False, 2), (True, subprocess.DEVNULL)])
+def test_the_ranks_server_can_say_something_whatever_its_launcher_had_closed(
+    closed: bool, where: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Begun:
+        def __init__(self, *_: Any, **how: Any) -> None:
+            asked.extend((how["stdout"], how["stderr"]))
+
+        def wait(self, timeout: float) -> None:
+            pass
+
+    fstat = os.fstat
+
+    def shut(fd: int) -> os.stat_result:
+        if fd == 2:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        return fstat(fd)
+
+    monkeypatch.setattr(subprocess, "Popen", Begun)
+    if closed:
+        monkeypatch.setattr(forkserver.os, "fstat", shut)
+    RankForkServer().close()
+    assert asked == [where, where]
+
+
+@pytest.mark.parametrize(("end", "left"), [(RankServerGone, False), (AttributeError, True)])
+def test_the_ranks_server_removes_a_run_s_folder_only_where_nobody_else_will(
+    end: type[Exception], left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RankServer.__new__(RankServer)
+    server.children, server.folders = {}, {str(tmp_path / "run")}
+    (tmp_path / "run").mkdir()
+
+    def answer(_: int) -> None:
+        raise end("gone")
+
+    ours, theirs = forkserver.socket.socketpair()
+    with ours, theirs:
+        server.lines, (server.wake, server._waker) = forkserver.RankServerLines(theirs), os.pipe()
+        os.set_blocking(server._waker, False)
+        monkeypatch.setattr(server, "_answer", answer)
+        kept = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT)}
+        try:
+            if left:
+                with pytest.raises(end):
+                    server.serve()
+            else:
+                server.serve()
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, was in kept.items():
+                signal.signal(number, was)
+            os.close(server.wake)
+            os.close(server._waker)
+    assert (tmp_path / "run").exists() is left
