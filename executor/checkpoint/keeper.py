@@ -106,6 +106,7 @@ class RankCheckpoint:
         """
         board = self._board
         if self._behind is not None and self._behind.error is not None:
+            self.progress.op(-1, f"save {step_name(self._behind.done)}")
             raise self._failed(self._behind.done, self._behind.error)
         asked = board is not None and board.check([STOP]) and int(board.get(STOP)) == done - 1
         if self.saving.due(done, done if asked else steps):

@@ -1,6 +1,5 @@
 """Run one function on N ranks of this machine and watch them; when one fails, end all and report it."""
 
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from executor.launch.forkserver import RankForkServer, RankServerGone
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.flight import FOLDER, keep, kept_in, kept_parting, pointed
 from executor.runtime.given import given_name
-from executor.runtime.target import Target, describe, write_whole
+from executor.runtime.target import Target, describe, temporary, write_whole
 from ir.core.errors import ErrorKind, PiperError
 
 
@@ -150,14 +149,8 @@ def _writing(path: Path, cannot: str = "cannot be written") -> Iterator[None]:
 def scratch(prefix: str) -> Iterator[str]:
     """A folder for temporary files. What cannot be removed stays: on NFS, what somebody still has open. Raises
     PiperError (io): there is no room for them."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
-            yield name
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            raise
-        message, fix = f"cannot be written: {error.strerror}", "free space there, or name another folder in TMPDIR"
-        raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
+    with temporary(), tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        yield name
 
 
 def _start(server: RankForkServer, run: _Run, out: Path | None) -> float:

@@ -2,12 +2,14 @@
 
 import math
 import signal
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from executor.device.progress import RankRecord, RankState
+from executor.runtime.target import NO_ROOM
 from ir.core.errors import ErrorKind, PiperError
 
 _HEADING = "Traceback (most recent call last):\n"
@@ -92,6 +94,8 @@ def verdict(f: RankFindings) -> RankFailed:
 
 
 def _exit_reason(code: int) -> str:
+    if code == NO_ROOM:
+        return f"no room is left in {tempfile.gettempdir()}, nor to say more: free space, or name another in TMPDIR"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 

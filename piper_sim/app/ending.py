@@ -10,9 +10,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from ir.core.errors import ErrorKind, PiperError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def unexpected(e: Exception, args: Sequence[str]) -> PiperError:
@@ -54,7 +57,7 @@ codecs.register_error("piper_sim.plainly", plainly)
 class _Lossy(io.FileIO):
     """What cannot be written, on a full disk or to a reader that has left, is lost; the work it told of goes on."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: "ReadableBuffer") -> int:
         written: int | None = None  # nothing, where the reader of a pipe that does not block is slow
         with suppress(OSError):
             written = super().write(data)
@@ -74,8 +77,8 @@ def open_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (stays open)
-        elif name == "stderr" and sys.stderr is sys.__stderr__:  # not a test's, or a notebook's
-            sys.stderr = _lossy(sys.stderr)
+        elif name == "stderr" and (own := sys.__stderr__) is sys.stderr and own is not None:  # no test's, or notebook's
+            sys.stderr = _lossy(own)
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="piper_sim.plainly")
 

@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
+from executor.device.progress import RankProgress, create
 from executor.launch import forkserver, launch
 from executor.launch.forkserver import RankForkServer, RankServer, RankServerGone
+from executor.launch.verdict import _exit_reason
+from executor.runtime import worker
+from executor.runtime.target import NO_ROOM, describe
+from executor.runtime.worker import RankContext
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import COMMAND, pids, started
 from tests.executor.launch.test_run_command import command
@@ -165,3 +170,27 @@ def test_the_ranks_server_removes_a_run_s_folder_only_where_nobody_else_will(
             os.close(server.wake)
             os.close(server._waker)
     assert (tmp_path / "run").exists() is left
+
+
+def _done(_: RankContext) -> int:
+    return 7
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_rank_without_room_for_its_result_says_where_or_its_exit_code_does(
+    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(tmp_path / "progress", 1)
+    pen, room, writing = RankProgress(tmp_path / "progress", 0), [False, True][: left + 1], worker.write_whole
+
+    def write(path: Path, text: str) -> None:
+        if not room or not room.pop(0):
+            _full()
+        writing(path, text)
+
+    monkeypatch.setattr(worker, "write_whole", write)
+    spec = {"world": 1, "target": describe(_done), "args": {}, "flight": False}
+    code = worker._rank(spec, tmp_path, 0, pen, worker.LocalRanks())
+    said = (tmp_path / "failure-0").read_text() if left else _exit_reason(code)
+    assert code == (1 if left else NO_ROOM) and tempfile.gettempdir() in said and "TMPDIR" in said
+    pen.close()
