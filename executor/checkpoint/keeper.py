@@ -118,6 +118,8 @@ class RankCheckpoint:
     def _save(self, done: int, transport: Transport) -> None:
         name, tick = step_name(done), self.progress.go_on
         self.settle(transport)
+        if self.saved == str(self._folder / name):
+            return  # a loop of the user's asks again: rank 0 may still be at it, with the same files
         self.progress.op(-1, f"save {name}")
         if self.prepared.job.run.save_behind:
             self._behind = _CheckpointBehind(self, done, _copied(self._mine()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import tempfile
 import traceback
@@ -40,7 +41,7 @@ class PlanRuntime:
     steps: done so far, those of a checkpoint among them. grad_norm: of the last step, before clipping. sequences: of a
     global batch. prepared, plan: what is run.
 
-    Between calls nobody is watched: the loop's own code may take its time.
+    Between calls the loop's own code may take its time; whose process shows no life for long has failed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class PlanRuntime:
         job = self.prepared.job
         self.sequences = self.prepared.mesh.sizes["dp"] * self.prepared.mbs * job.schedule.microbatch_size
         context.progress.outside()
+        atexit.register(self._left)
 
     def __enter__(self) -> PlanRuntime:
         return self
@@ -121,8 +123,14 @@ class PlanRuntime:
         self._context.progress.outside()
         return str(keeper.saved)
 
+    def _left(self) -> None:
+        """The process ends without a close: by an error of the loop's own, perhaps, of which the others are told."""
+        if (error := getattr(sys, "last_value", None)) is not None:  # what Python has printed a traceback of
+            self._lookout.fall(error)  # does not return
+
     def close(self) -> None:
         """End, all ranks together."""
+        atexit.unregister(self._left)
         self._rank.close()
         self._context.progress.end()
         self._lookout.part()

@@ -62,6 +62,7 @@ def stuck(
     idle = {r.rank: now_s - max(r.changed_s, began_s) for r in watched}
     limits = {RankState.STARTING: startup_s, RankState.OUTSIDE: math.inf}
     late = [r for r in watched if idle[r.rank] >= limits.get(r.state, watchdog_s)]
+    late += [r for r in watched if r.state is RankState.OUTSIDE and now_s - max(r.beat_s, began_s) >= startup_s]
     frozen = [r for r in late if now_s - max(r.beat_s, began_s) > min(watchdog_s, 5.0)]
     working = [r for r in late if r.state is not RankState.WAIT]
     if found := frozen or working:

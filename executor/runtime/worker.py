@@ -182,7 +182,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error) or type(error).__name__,
-        "traceback": traceback.format_exc(),
+        "traceback": "".join(traceback.format_exception(error)),
         "witness": isinstance(error, TransportError),
         "peers": error.peers if isinstance(error, TransportError) else (),
         "kind": error.kind.value if isinstance(error, PiperError) else None,
