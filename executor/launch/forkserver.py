@@ -139,8 +139,8 @@ class RankForkServer(RankServerLines):
 
 
 class RankServer:
-    """The server itself. Requests: {start: folder of a launch, env: variables}, {kill: [keys]}, {ask: [keys]}; events,
-    by key: started and exit."""
+    """The server itself. Requests: {start: folder of a launch, env: variables}, {kill: [keys]}, {ask: [keys]}, {owns:
+    folder of the launcher's own, to be removed if it is killed}; events, by key: started and exit."""
 
     def __init__(self, fd: int) -> None:
         import numpy.ma
@@ -179,6 +179,8 @@ class RankServer:
                 for request in self.lines.receive() if end in ready else ():
                     if "start" in request:
                         self._start(request["start"], request["env"])
+                    elif "owns" in request:
+                        self.folders.add(request["owns"])
                     elif "ask" in request:
                         self._send(SIGNAL, request["ask"], os.kill)
                     else:

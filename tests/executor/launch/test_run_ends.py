@@ -1,19 +1,23 @@
 """How a run ends that is told to, or has no room: exit codes, nothing left running, nothing left lying about."""
 
 import errno
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from executor.device.progress import RankProgress, create
-from executor.launch import forkserver, launch
-from executor.launch.forkserver import RankForkServer, RankServer, RankServerGone
+from executor.launch import forkserver, launch, step_log
+from executor.launch.forkserver import RankForkServer, RankServer
 from executor.launch.verdict import _exit_reason
 from executor.runtime import worker
 from executor.runtime.target import NO_ROOM, describe
@@ -21,7 +25,7 @@ from executor.runtime.worker import RankContext
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import COMMAND, pids, started
 from tests.executor.launch.test_run_command import command
-from tests.executor.runs import job_file
+from tests.executor.runs import job_file, judged
 
 ENDS_WITHIN_S = 30.0
 
@@ -140,36 +144,51 @@ def test_the_ranks_server_can_say_something_whatever_its_launcher_had_closed(
     assert asked == [where, where]
 
 
-@pytest.mark.parametrize(("end", "left"), [(RankServerGone, False), (AttributeError, True)])
-def test_the_ranks_server_removes_a_run_s_folder_only_where_nobody_else_will(
-    end: type[Exception], left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def _server(lines: bytes) -> Iterator[RankServer]:
+    """The ranks' server, in this process, for a launcher that says this and is killed."""
+    ours, theirs = socket.socketpair()
     server = RankServer.__new__(RankServer)
-    server.children, server.folders = {}, {str(tmp_path / "run")}
+    server.children, server.folders, server.lines = {}, set(), forkserver.RankServerLines(theirs)
+    server.wake, server._waker = os.pipe()
+    os.set_blocking(server._waker, False)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT)}
+    ours.sendall(lines)
+    ours.close()
+    try:
+        yield server
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, was in kept.items():
+            signal.signal(number, was)
+        for fd in (server.wake, server._waker):
+            os.close(fd)
+        theirs.close()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_ranks_server_removes_folders_only_where_nobody_else_will(wrong: bool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
+    lines = json.dumps({"owns": str(tmp_path / "run")}) + "\n" + ('{"what": 1}\n' if wrong else "")
+    with _server(lines.encode()) as server, pytest.raises(KeyError) if wrong else nullcontext():
+        server.serve()
+    assert (tmp_path / "run").exists() is wrong
 
-    def answer(_: int) -> None:
-        raise end("gone")
 
-    ours, theirs = forkserver.socket.socketpair()
-    with ours, theirs:
-        server.lines, (server.wake, server._waker) = forkserver.RankServerLines(theirs), os.pipe()
-        os.set_blocking(server._waker, False)
-        monkeypatch.setattr(server, "_answer", answer)
-        kept = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT)}
-        try:
-            if left:
-                with pytest.raises(end):
-                    server.serve()
-            else:
-                server.serve()
-        finally:
-            signal.set_wakeup_fd(-1)
-            for number, was in kept.items():
-                signal.signal(number, was)
-            os.close(server.wake)
-            os.close(server._waker)
-    assert (tmp_path / "run").exists() is left
+def test_the_steps_folder_of_a_launcher_that_is_killed_is_the_server_s_to_remove(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    owned: list[str] = []
+
+    class Told:
+        def send(self, owns: str) -> None:
+            owned.append(owns)
+
+    monkeypatch.setattr(step_log.RankForkServer, "get", Told)
+    prepared, _ = judged(tmp_path)
+    with step_log.told_steps(prepared, 1, []) as folder:
+        assert owned == [str(folder)] and folder.is_dir()
+    assert not folder.exists()
 
 
 def _done(_: RankContext) -> int:
