@@ -143,7 +143,11 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
             try:
                 store, lookout = joined(place, Path(name), options, told)
             except (RuntimeError, TimeoutError, ValueError) as error:  # rank 0 has refused the job, or is gone
-                print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
+                if place.rank == 0:
+                    fix = "start the launcher on every node; see that each reaches MASTER_ADDR:MASTER_PORT"
+                    report(PiperError(ErrorKind.RANK_FAILED, f"rank 0 met nobody: {error}", suggestion=fix))
+                else:
+                    print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
                 return ErrorKind.RANK_FAILED.exit_code
             return _live(store, lookout, place, Path(name), PlanRun(options, wanted), tell)
     except PiperError as error:  # no room for temporary files, on this machine perhaps alone

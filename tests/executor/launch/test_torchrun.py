@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
-from executor.launch import torchrun
+from executor.launch import torchrun, watchdog
 from executor.launch.store import PIECE, clocks, meeting, put, take
 from executor.launch.torchrun import main
 from executor.launch.verdict import RankFailed
 from executor.launch.watchdog import host
+from executor.transport.base import TransportError
 from ir.trace.trace import Trace
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import agent, free_port, gone, objects, pids, python
@@ -177,8 +178,34 @@ def test_ranks_that_begin_again_do_not_read_what_those_before_left() -> None:
         first = ranks.submit(name, 0, 2)
         until(lambda: store.get("name/0") != said)  # rank 0 has heard the word that an earlier rank 1 left
         assert ranks.submit(name, 1, 2).result() == first.result() != before
-        with pytest.raises(TimeoutError, match="not all of 4 ranks"):
+        with pytest.raises(TimeoutError, match="not all of 4 ranks are there: no word of rank 3 in 0 s"):
             meeting(store, 0, 4, 0.0)
+
+
+def test_who_does_not_come_is_the_culprit_and_who_waited_a_witness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "STARTUP_S", 0.1)
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    lookout = watchdog.RankWatchdog(store, 0, 3, tmp_path / "progress", 15.0, torchrun.report)
+    store.set("here/1", "[]")
+    with pytest.raises(TransportError, match="did not come") as error:
+        lookout.meet("digest")
+    assert error.value.peers == (2,)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_meet_end_in_one_object(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "joined", _raises(TimeoutError("not all of 2 ranks are there")))
+    assert main([str(job_file(tmp_path))]) == 4
+    out, err = capsys.readouterr()
+    assert (
+        "not all of 2 ranks are there" in err and [x["error"]["kind"] for x in objects(out)] == ["rank_failed"][rank:]
+    )
 
 
 def test_results_of_any_length_go_through_the_store() -> None:
