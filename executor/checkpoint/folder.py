@@ -156,6 +156,7 @@ def complete(folder: Path) -> dict[int, Path]:
 def newest(folder: Path) -> Path:
     """What `--resume` means: a checkpoint, or the newest complete one of a folder. Raises PiperError (io): none."""
     if (folder / MANIFEST).exists():
+        _check_finished(folder.resolve())
         return folder
     if found := complete(folder):
         return found[max(found)]
@@ -163,6 +164,16 @@ def newest(folder: Path) -> Path:
     fix = f"--resume {inner[0]}" if inner else "leave out --resume to start at step 0"
     message, allowed = f"no complete checkpoint: {_what_is_there(folder)}", "what --save has written, or a step-… in it"
     raise PiperError(ErrorKind.IO, message, file=str(folder), key="--resume", allowed=allowed, suggestion=fix)
+
+
+def _check_finished(folder: Path) -> None:
+    """Raise PiperError (io) for what the next run that saves beside it removes, this one too, before it has read it."""
+    if _PART.fullmatch(folder.name):
+        whole = folder.with_name(folder.name.partition(".")[0])
+        found = complete(folder.parent)
+        fix = f"--resume {found[max(found)]}" if found else f"mv {folder.name} {whole.name} there, if all is in it"
+        message, allowed = "it was never finished, or is being removed", "a complete checkpoint, step-…"
+        raise PiperError(ErrorKind.IO, message, file=str(folder), key="--resume", allowed=allowed, suggestion=fix)
 
 
 def _what_is_there(folder: Path) -> str:

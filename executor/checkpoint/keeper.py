@@ -106,6 +106,7 @@ class RankCheckpoint:
         """
         board = self._board
         if self._behind is not None and self._behind.error is not None:
+            self.progress.op(-1, f"save {step_name(self._behind.done)}")
             raise self._failed(self._behind.done, self._behind.error)
         asked = board is not None and board.check([STOP]) and int(board.get(STOP)) == done - 1
         if self.saving.due(done, done if asked else steps):
@@ -117,6 +118,8 @@ class RankCheckpoint:
     def _save(self, done: int, transport: Transport) -> None:
         name, tick = step_name(done), self.progress.go_on
         self.settle(transport)
+        if self.saved == str(self._folder / name):
+            return  # a loop of the user's asks again: rank 0 may still be at it, with the same files
         self.progress.op(-1, f"save {name}")
         if self.prepared.job.run.save_behind:
             self._behind = _CheckpointBehind(self, done, _copied(self._mine()))

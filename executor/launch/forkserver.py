@@ -68,6 +68,15 @@ def search_path() -> list[str]:
     return [whole for p in sys.path if p and (whole := os.path.abspath(p)) != os.getcwd()]
 
 
+def _stderr() -> int:
+    """Where this process' errors go, by its number: one that was closed at the start is opened, and not inherited."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2
+
+
 class RankForkServer(RankServerLines):
     """The parent's end. One per process, started at first use.
 
@@ -103,7 +112,8 @@ class RankForkServer(RankServerLines):
             [sys.executable, "-I", "-c", code],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,
+            stdout=(said := _stderr()),
+            stderr=said,
             env={**os.environ, **_KEEP},
             start_new_session=True,
         )
@@ -129,8 +139,8 @@ class RankForkServer(RankServerLines):
 
 
 class RankServer:
-    """The server itself. Requests: {start: folder of a launch, env: variables}, {kill: [keys]}, {ask: [keys]}; events,
-    by key: started and exit."""
+    """The server itself. Requests: {start: folder of a launch, env: variables}, {kill: [keys]}, {ask: [keys]}, {owns:
+    folder of the launcher's own, to be removed if it is killed}; events, by key: started and exit."""
 
     def __init__(self, fd: int) -> None:
         import numpy.ma
@@ -154,6 +164,13 @@ class RankServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
+            self._answer(end)
+        except RankServerGone:  # our launcher has, and removes nothing any more
+            for folder in self.folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _answer(self, end: int) -> None:
+        try:
             while True:
                 ready, _, _ = select.select([end, self.wake], [], [])
                 if self.wake in ready:
@@ -162,16 +179,14 @@ class RankServer:
                 for request in self.lines.receive() if end in ready else ():
                     if "start" in request:
                         self._start(request["start"], request["env"])
+                    elif "owns" in request:
+                        self.folders.add(request["owns"])
                     elif "ask" in request:
                         self._send(SIGNAL, request["ask"], os.kill)
                     else:
                         self._kill(request["kill"])
-        except RankServerGone:
-            pass  # our launcher has
         finally:
             self._kill(self.children.values())
-            for folder in self.folders:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self, folder: str, env: dict[str, str]) -> None:
         """All processes of a launch, behind what they are given. env: the launcher's, which may have changed since."""

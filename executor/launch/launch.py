@@ -1,6 +1,5 @@
 """Run one function on N ranks of this machine and watch them; when one fails, end all and report it."""
 
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from executor.launch.forkserver import RankForkServer, RankServerGone
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.flight import FOLDER, keep, kept_in, kept_parting, pointed
 from executor.runtime.given import given_name
-from executor.runtime.target import Target, describe, write_whole
+from executor.runtime.target import Target, describe, temporary, write_whole
 from ir.core.errors import ErrorKind, PiperError
 
 
@@ -95,7 +94,7 @@ def launch(
     if out is not None:
         folder_for(out)
         shutil.rmtree(out / FOLDER, ignore_errors=True)  # of a run before
-    with RankForkServer.lock, _scratch(), tempfile.TemporaryDirectory(prefix="piper-run-") as name:
+    with RankForkServer.lock, scratch("piper-run-") as name:
         run = _Run(ranks, Path(name), watchdog_s, startup_s)
         create(run.folder / "progress", ranks)
         for number, text in enumerate(given):
@@ -147,15 +146,11 @@ def _writing(path: Path, cannot: str = "cannot be written") -> Iterator[None]:
 
 
 @contextmanager
-def _scratch() -> Iterator[None]:
-    """Name the folder for temporary files where it is that which is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            raise
-        message, fix = f"cannot be written: {error.strerror}", "free space there, or name another folder in TMPDIR"
-        raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
+def scratch(prefix: str) -> Iterator[str]:
+    """A folder for temporary files. What cannot be removed stays: on NFS, what somebody still has open. Raises
+    PiperError (io): there is no room for them."""
+    with temporary(), tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        yield name
 
 
 def _start(server: RankForkServer, run: _Run, out: Path | None) -> float:

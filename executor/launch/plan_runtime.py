@@ -45,7 +45,7 @@ class PlanRuntime:
     steps: done so far, those of a checkpoint among them. grad_norm: of the last step, before clipping. sequences: of a
     global batch. prepared, plan: what is run.
 
-    Between calls nobody is watched: the loop's own code may take its time.
+    Between calls the loop's own code may take its time; whose process shows no life for long has failed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PlanRuntime:
         o = options(place.world)
         o.check()
         judged = judge(place.world) if place.rank == 0 else None
-        self._scratch = tempfile.TemporaryDirectory(prefix="piper-rank-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="piper-rank-", ignore_cleanup_errors=True)
         store, self._lookout = joined(place, Path(self._scratch.name), o, judged)
         context = rank_context(store, place, Path(self._scratch.name))
         try:
@@ -81,8 +81,8 @@ class PlanRuntime:
         job = self.prepared.job
         self.sequences = self.prepared.mesh.sizes["dp"] * self.prepared.mbs * job.schedule.microbatch_size
         self._closed = False
-        atexit.register(self._left)
         context.progress.outside()
+        atexit.register(self._left)
 
     def __enter__(self) -> PlanRuntime:
         return self

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from executor.launch.forkserver import RankForkServer
+from executor.launch.launch import scratch
 from executor.optim.optimizer import learning_rate
 from ir.job.build import PreparedJob
 
@@ -90,7 +91,8 @@ class StepLog:
 @contextmanager
 def told_steps(prepared: PreparedJob, steps: int, tell: Sequence[Callable[[Json], None]]) -> Iterator[Path]:
     """A folder for ranks of this machine to note steps in, read on by a thread until the end."""
-    with tempfile.TemporaryDirectory(prefix="piper-steps-") as name:
+    with scratch("piper-steps-") as name:
+        RankForkServer.get().send(owns=name)
         log, over, failed = StepLog(prepared, steps, Path(name), tell), threading.Event(), list[Exception]()
 
         def look() -> None:

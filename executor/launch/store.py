@@ -53,7 +53,9 @@ def meeting(store: Any, rank: int, world: int, patience_s: float) -> str:
                 return counted
         else:
             clock.sleep_until(clock.now() + 0.05)
-    raise TimeoutError(f"not all of {world} ranks are there")
+    absent = [str(r) for r in range(world) if not store.check([f"word/{r}"])]
+    who = f": no word of rank {', '.join(absent)} in {patience_s:.0f} s" if absent else ""
+    raise TimeoutError(f"not all of {world} ranks are there{who}")
 
 
 def clocks(store: Any, rank: int, hosts: Sequence[str]) -> tuple[float, float]:

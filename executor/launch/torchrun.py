@@ -12,8 +12,8 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
+from executor.launch.launch import folder_for, scratch
 from executor.launch.refusals import refuse
 from executor.launch.run import gathered
 from executor.launch.store import clocks, meeting
@@ -36,13 +37,14 @@ from executor.runtime.spec import PlanRun
 from executor.runtime.target import write_whole
 from executor.runtime.worker import RankContext
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import finite
+from ir.core.files import finite, writing
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from ir.trace.text import write_trace
+from ir.trace.trace import Trace
 from ir.verify import check_plan
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -96,8 +98,21 @@ class TorchrunRank:
             message = f"no {', '.join(missing)} in the environment"
             fix = "torchrun --nproc-per-node N -m executor JOB; or piper-sim run JOB -n N"
             raise PiperError(ErrorKind.USAGE, message, key="torchrun", allowed=", ".join(NEEDED), suggestion=fix)
-        rank = int(os.environ["RANK"])
-        return cls(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+        rank, world = _counted("RANK"), _counted("WORLD_SIZE")
+        if rank >= world:
+            fix = f"RANK of 0 to {world - 1}"
+            raise PiperError(ErrorKind.USAGE, f"rank {rank} of {world}", key="RANK", allowed=fix, suggestion=fix)
+        _counted("MASTER_PORT")
+        return cls(rank, world, _counted("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
+
+
+def _counted(name: str) -> int:
+    """A number of torchrun's environment. Raises PiperError (usage): it is none."""
+    text = os.environ[name].strip()
+    if not (text.isascii() and text.isdecimal()):
+        fix = f"{name} as torchrun sets it"
+        raise PiperError(ErrorKind.USAGE, f"{text!r} is no number", key=name, allowed="0, 1, 2 …", suggestion=fix)
+    return int(text)
 
 
 def printed(found: Mapping[str, Any]) -> None:
@@ -116,19 +131,31 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
         if place.rank == 0:
             told = judged(prepare(load_job(args.job, options.sets)), options, args.digest)
             settled(wanted, told[0], options.steps, real=options.real)
+            if options.out is not None:
+                folder_for(options.out)
     except PiperError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or error.key == "RANK":
             report(error)
         return error.kind.exit_code
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="piper-rank-") as name:
-        folder = Path(name)
-        try:
-            store, lookout = joined(place, folder, options, told)
-        except (RuntimeError, TimeoutError, ValueError) as error:  # rank 0 has refused the job, or is gone
-            print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
-            return ErrorKind.RANK_FAILED.exit_code
-        return _live(store, lookout, place, folder, PlanRun(options, wanted), tell)
+    try:
+        with scratch("piper-rank-") as name:
+            try:
+                store, lookout = joined(place, Path(name), options, told)
+            except (RuntimeError, TimeoutError, ValueError) as error:  # rank 0 has refused the job, or is gone
+                if place.rank == 0:
+                    fix = "start the launcher on every node; see that each reaches MASTER_ADDR:MASTER_PORT"
+                    report(PiperError(ErrorKind.RANK_FAILED, f"rank 0 met nobody: {error}", suggestion=fix))
+                else:
+                    print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
+                return ErrorKind.RANK_FAILED.exit_code
+            return _live(store, lookout, place, Path(name), PlanRun(options, wanted), tell)
+    except PiperError as error:  # no room for temporary files, on this machine perhaps alone
+        if place.rank == 0:
+            report(error)
+        else:
+            print(f"error: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        return error.kind.exit_code
 
 
 def judged(prepared: PreparedJob, options: JobRunOptions, digest: str | None = None) -> tuple[PreparedJob, Plan]:
@@ -204,14 +231,30 @@ def _live(
         results = lookout.exchange({**result, "clock": clock})
     except BaseException as error:
         lookout.fall(error)  # does not return
-    if place.rank == 0:
-        found, trace = gathered(prepared, plan, results)
+    code = 0 if place.rank else _handed_over(*gathered(prepared, plan, results), out, tell)
+    lookout.part()
+    return code
+
+
+def _handed_over(
+    found: dict[str, Any], trace: Trace, out: Path | None, tell: Callable[[Mapping[str, Any]], None]
+) -> int:
+    """What is left of a run that went well; returns the exit code. The others wait for it: nothing here may raise."""
+    try:
         if out is not None:
             found["trace"] = str(out / "trace.tsv")
-            write_whole(out / "trace.tsv", write_trace(trace))
-            write_whole(out / "run.json", json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
+            with writing(out, "--out"):
+                write_whole(out / "trace.tsv", write_trace(trace))
+                write_whole(out / "run.json", json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
         tell(found)
-    lookout.part()
+    except PiperError as error:
+        report(error)
+        return error.kind.exit_code
+    except BrokenPipeError:  # nobody reads on
+        return 0
+    except OSError as error:
+        print(f"error: cannot write to stdout: {error.strerror}", file=sys.stderr, flush=True)
+        return ErrorKind.IO.exit_code
     return 0
 
 
@@ -219,12 +262,16 @@ def end(code: int) -> NoReturn:
     """End this process as its run has ended. A thread inside torch when Python takes itself down, a daemon of ours too,
     aborts it: to end such a thread Python (before 3.14) unwinds it, through C++ that lets nothing through ("terminate
     called without an active exception"). A run that went well would count as failed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, or a reader that has left: nothing is left to be said
+            stream.flush()
     os._exit(code)
 
 
 def report(e: PiperError) -> None:
-    """The error as `piper-sim run --json` prints it, and as people read it."""
-    print(json.dumps({"schema_version": 1, "error": e.to_dict()}), flush=True)
-    print(f"{e.details}\nerror: {e}".lstrip(), file=sys.stderr, flush=True)
+    """The error as `piper-sim run --json` prints it, and as people read it. Who watches reports, and must go on: what
+    cannot be printed is lost."""
+    with suppress(OSError):
+        print(json.dumps({"schema_version": 1, "error": e.to_dict()}), flush=True)
+    with suppress(OSError):
+        print(f"{e.details}\nerror: {e}".lstrip(), file=sys.stderr, flush=True)

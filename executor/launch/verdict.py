@@ -2,12 +2,14 @@
 
 import math
 import signal
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from executor.device.progress import RankRecord, RankState
+from executor.runtime.target import NO_ROOM
 from ir.core.errors import ErrorKind, PiperError
 
 _HEADING = "Traceback (most recent call last):\n"
@@ -60,6 +62,7 @@ def stuck(
     idle = {r.rank: now_s - max(r.changed_s, began_s) for r in watched}
     limits = {RankState.STARTING: startup_s, RankState.OUTSIDE: math.inf}
     late = [r for r in watched if idle[r.rank] >= limits.get(r.state, watchdog_s)]
+    late += [r for r in watched if r.state is RankState.OUTSIDE and now_s - max(r.beat_s, began_s) >= startup_s]
     frozen = [r for r in late if now_s - max(r.beat_s, began_s) > min(watchdog_s, 5.0)]
     working = [r for r in late if r.state is not RankState.WAIT]
     if found := frozen or working:
@@ -92,6 +95,8 @@ def verdict(f: RankFindings) -> RankFailed:
 
 
 def _exit_reason(code: int) -> str:
+    if code == NO_ROOM:
+        return f"no room is left in {tempfile.gettempdir()}, nor to say more: free space, or name another in TMPDIR"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 

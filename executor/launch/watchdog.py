@@ -20,6 +20,7 @@ from executor.launch.store import put, take
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.flight import RankFlight, pointed
 from executor.runtime.worker import failure
+from executor.transport.base import TransportError
 from ir.core.errors import ErrorKind, PiperError
 
 EVERY_S = 0.2
@@ -79,12 +80,18 @@ class RankWatchdog:
     def meet(self, digest: str) -> list[int]:
         """All ranks are there, and have the same plan, by its digest. Returns their process ids.
 
-        Raises PiperError (illegal_plan): ranks were given different plans.
+        Raises PiperError (illegal_plan): ranks were given different plans; TransportError: who has not come.
         """
         me = json.dumps([os.getpid(), host(), digest, str(self.progress)])
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)
-        found = [json.loads(text) for text in self.store.multi_get([f"here/{r}" for r in range(self.world)])]
+        keys = [f"here/{r}" for r in range(self.world)]
+        try:
+            found = [json.loads(text) for text in self.store.multi_get(keys)]
+        except RuntimeError as error:
+            if absent := [r for r, key in enumerate(keys) if not self.store.check([key])]:
+                raise TransportError(f"it did not come in {STARTUP_S:.0f} s", absent) from error
+            raise
         self.pids, self.hosts = [pid for pid, *_ in found], [name for _, name, *_ in found]
         self.files = [Path(file) for *_, file in found]
         if any(theirs != digest for _, _, theirs, _ in found):

@@ -29,6 +29,7 @@ from executor.runtime.kernels import BlankBucketSync, BlankStage, TimedKernels
 from executor.runtime.program import RankPlan
 from executor.runtime.rank_model import RankModel
 from executor.runtime.spec import PlanRun
+from executor.runtime.target import temporary
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportTopology
 from ir.core.work import MessageKind
@@ -203,7 +204,7 @@ def _note_step(file: Path, step: int, run: PlanInterpreter, result: StepResult, 
         "start": min(a for a, _ in spans),
         "end": max(b for _, b in spans),
     }
-    with file.open("a", encoding="utf-8") as f:
+    with temporary(), file.open("a", encoding="utf-8") as f:
         f.write(json.dumps(note) + "\n")
 
 

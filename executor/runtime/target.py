@@ -1,14 +1,19 @@
 """Which function a rank runs, told from one process to another; and files that appear whole. Without torch."""
 
+import errno
 import importlib
 import os
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import run_file
 
+NO_ROOM = os.EX_CANTCREAT  # a rank's exit code where even why it failed cannot be written
 _LOADING = threading.Lock()
 Target = Callable[..., object] | str  # a module-level function, or its `module:name`
 
@@ -40,6 +45,18 @@ def _find(target: dict[str, str]) -> Callable[..., object]:
         module = run_file(target["module"], target["file"])
     found: Callable[..., object] = getattr(module, target["name"])
     return found
+
+
+@contextmanager
+def temporary() -> Iterator[None]:
+    """Raise PiperError (io) where there is no room for temporary files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        message, fix = f"cannot be written: {error.strerror}", "free space there, or name another folder in TMPDIR"
+        raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
 
 
 def write_whole(path: Path, text: str) -> None:

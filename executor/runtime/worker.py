@@ -19,7 +19,7 @@ from executor.device.progress import RankProgress, RankState
 from executor.device.race import RaceDevice
 from executor.runtime.flight import arm, listen, operations, operations_file
 from executor.runtime.given import given_name, read_given
-from executor.runtime.target import find, write_whole
+from executor.runtime.target import NO_ROOM, find, temporary, write_whole
 from executor.transport.base import Transport, TransportError, TransportTopology
 from executor.transport.groups import GlooTransport, NcclTransport, file_store
 from executor.transport.local import LocalTransport, LocalTransportHub
@@ -134,8 +134,7 @@ def main(spec: Mapping[str, Any], ranks: Sequence[int]) -> int:
                 thread.join()
         return max(codes.values())
     except BaseException as error:
-        write_whole(folder / f"failure-{ranks[0]}", json.dumps(failure(error)))
-        return 1
+        return _leave_word(folder, ranks[0], error)
 
 
 def choose_kernels() -> None:
@@ -156,16 +155,26 @@ def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: RankProgre
     try:
         context = RankContext(rank, int(spec["world"]), folder, progress, local_rank=rank, hub=hub)
         result = find(spec["target"])(context, **spec["args"])
-        write_whole(folder / f"result-{rank}", json.dumps(result))
+        with temporary():
+            write_whole(folder / f"result-{rank}", json.dumps(result))
         progress.end()
         return 0
     except BaseException as error:
-        write_whole(folder / f"failure-{rank}", json.dumps(failure(error)))
+        code = _leave_word(folder, rank, error)
         progress.end(RankState.FAILED)
-        if spec["flight"]:
+        if spec["flight"] and code != NO_ROOM:
             write_whole(operations_file(folder, rank), operations())
         hub.fail(rank)
-        return 1
+        return code
+
+
+def _leave_word(folder: Path, rank: int, error: BaseException) -> int:
+    """Of a failure; returns the exit code."""
+    try:
+        write_whole(folder / f"failure-{rank}", json.dumps(failure(error)))
+    except OSError:
+        return NO_ROOM
+    return 1
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -173,7 +182,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error) or type(error).__name__,
-        "traceback": traceback.format_exc(),
+        "traceback": "".join(traceback.format_exception(error)),
         "witness": isinstance(error, TransportError),
         "peers": error.peers if isinstance(error, TransportError) else (),
         "kind": error.kind.value if isinstance(error, PiperError) else None,

@@ -10,9 +10,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from ir.core.errors import ErrorKind, PiperError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def unexpected(e: Exception, args: Sequence[str]) -> PiperError:
@@ -51,11 +54,31 @@ def plainly(e: UnicodeError) -> tuple[str, int]:
 codecs.register_error("piper_sim.plainly", plainly)
 
 
+class _Lossy(io.FileIO):
+    """What cannot be written, on a full disk or to a reader that has left, is lost; the work it told of goes on."""
+
+    def write(self, data: "ReadableBuffer") -> int:
+        written: int | None = None  # nothing, where the reader of a pipe that does not block is slow
+        with suppress(OSError):
+            written = super().write(data)
+        return memoryview(data).nbytes if written is None else written
+
+
+def _lossy(stream: TextIO) -> TextIO:
+    """A standard stream, line by line, that never fails to write."""
+    raw = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, "piper_sim.plainly", line_buffering=True)
+
+
 def open_streams() -> None:
-    """Streams to write on: closed ones lead nowhere, and letters that a terminal lacks become plainer ones."""
+    """Streams to write on: closed ones lead nowhere, letters that a terminal lacks become plainer ones, and what is
+    said of work on its way never ends it.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (stays open)
+        elif name == "stderr" and (own := sys.__stderr__) is sys.stderr and own is not None:  # no test's, or notebook's
+            sys.stderr = _lossy(own)
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="piper_sim.plainly")
 

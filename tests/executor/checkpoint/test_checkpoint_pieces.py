@@ -19,8 +19,9 @@ from executor.checkpoint.settings import check_same, training_of
 from executor.checkpoint.tensors import MANIFEST, CheckpointTensors, digest_of, write_tensors
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import PiperError
+from ir.job.run_options import CheckpointOptions
 from ir.plan.places import RankPlacement
-from tests.executor.checkpoint.checkpoints import State, drawn, elements, part
+from tests.executor.checkpoint.checkpoints import Alone, State, drawn, elements, part
 
 MOE = ("model.config=tiny-moe", "schedule.microbatches=4")
 
@@ -118,6 +119,19 @@ def test_any_plan_finds_what_any_other_has_saved(family: list[tuple[str, ...]], 
             other.check(values)
         other.load(checkpoint)
         assert other.check(values) > 0 and {s.optimizer.steps for s in other.syncs} == {7}
+
+
+def test_a_loop_that_saves_twice_behind_one_step_has_one_checkpoint(tmp_path: Path) -> None:
+    state, transport = State.of(tmp_path / "job", "parallel.pp=1", "parallel.dp=2", "parallel.zero=1"), Alone()
+    keepers = state.keepers(CheckpointOptions(save=str(tmp_path / "folder")))
+    for keeper in keepers:
+        keeper.begin(transport)  # type: ignore[arg-type]
+    for keeper in reversed(keepers):  # rank 1 asks again before rank 0 has given the first its name
+        for _ in range(2):
+            keeper.after(3, 3, transport)  # type: ignore[arg-type]
+    keepers[0].close(transport)  # type: ignore[arg-type]
+    (found,) = (tmp_path / "folder").glob("step-*")
+    state.load(found)
 
 
 def test_two_writers_of_one_element_or_none_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,6 +282,14 @@ def test_what_was_never_finished_is_passed_over(copy: Path) -> None:
     assert not list(copy.glob("*.tmp-*"))
 
 
+def test_what_was_never_finished_is_not_taken_up_by_its_name_and_removed(copy: Path, refused: Refused) -> None:
+    (copy / "step-000004").rename(part := copy / "step-000004.tmp-abc")
+    error = refused("--resume", str(part), "--save", str(copy))
+    assert error["key"] == "--resume" and error["suggestion"].endswith("step-000002") and part.exists()
+    shutil.rmtree(copy / "step-000002")
+    assert "mv step-000004.tmp-abc step-000004" in refused("--resume", str(part), "--save", str(copy))["suggestion"]
+
+
 # -- folders that are taken -------------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,9 @@ def test_a_slow_rank_is_no_dead_one() -> None:
     assert found(seen(0, RankState.WAIT, 50.0), seen(1, RankState.RUN, 89.0)) == (1, 11.0)
     assert found(seen(0, RankState.STARTING, 50.0), seen(1, RankState.DONE, 10.0)) is None
     assert found(seen(0, RankState.WAIT, 50.0, beat_s=60.0), seen(1, RankState.RUN, 95.0)) == (0, 50.0), "it is frozen"
+    assert found(seen(0, RankState.WAIT, 50.0), seen(1, RankState.OUTSIDE, 10.0)) is None, "a loop takes its time"
+    lost = seen(1, RankState.OUTSIDE, 10.0, beat_s=39.0)
+    assert found(seen(0, RankState.WAIT, 50.0), lost) == (1, 90.0), "its machine is gone"
 
 
 def _variables(ctx: RankContext) -> list[str | None]:

@@ -62,6 +62,27 @@ def test_a_loop_of_one_s_own_trains_to_the_bit_as_run_does(tmp_path: Path) -> No
     assert norm == pytest.approx(want["grad_norms"][2], rel=1e-9)
 
 
+LEFT = """
+import atexit, os
+from executor.launch.plan_runtime import PlanRuntime
+
+class Others:
+    def fall(self, error):
+        print(type(error).__name__, error, flush=True)
+        os._exit(4)
+
+runtime = PlanRuntime.__new__(PlanRuntime)
+runtime._lookout = Others()
+atexit.register(runtime._left)
+"""
+
+
+@pytest.mark.parametrize(("more", "code", "said"), [("", 0, ""), ("raise ValueError('mine')", 4, "ValueError mine\n")])
+def test_a_loop_without_with_tells_the_others_of_its_mistake_too(more: str, code: int, said: str) -> None:
+    done = python("-c", LEFT + more)
+    assert (done.returncode, done.stdout) == (code, said)
+
+
 @pytest.mark.slow
 def test_a_mistake_in_one_rank_s_loop_ends_all(tmp_path: Path) -> None:
     done = _loop(tmp_path, LOOP, str(job_file(tmp_path, text=JOB)), "0", "9")

@@ -1,18 +1,31 @@
 """How a run ends that is told to, or has no room: exit codes, nothing left running, nothing left lying about."""
 
 import errno
+import json
+import os
+import shutil
 import signal
+import socket
+import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from executor.launch import launch
+from executor.device.progress import RankProgress, create
+from executor.launch import forkserver, launch, step_log
+from executor.launch.forkserver import RankForkServer, RankServer
+from executor.launch.verdict import _exit_reason
+from executor.runtime import worker
+from executor.runtime.target import NO_ROOM, describe
+from executor.runtime.worker import RankContext
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import COMMAND, pids, started
 from tests.executor.launch.test_run_command import command
-from tests.executor.runs import job_file
+from tests.executor.runs import job_file, judged
 
 ENDS_WITHIN_S = 30.0
 
@@ -84,3 +97,119 @@ def test_no_room_for_temporary_files_is_said_of_them(
     out = tmp_path / "out"
     error = command(capfd, "run", str(job_file(tmp_path)), "-n", "2", "--out", str(out), code=2)["error"]
     assert error["kind"] == "io" and error["file"] == str(out / "ranks.json") and list(out.iterdir()) == []
+
+
+def test_what_is_left_among_temporary_files_does_not_take_the_losses_along(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree = shutil.rmtree
+
+    def busy(path: Any, *args: Any, onerror: Any = None, **more: Any) -> None:  # as NFS says of files that are open
+        if onerror is None or not Path(path).name.startswith("piper-"):
+            return rmtree(path, *args, onerror=onerror, **more)
+        error = OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        onerror(os.rmdir, path, (OSError, error, None))
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile._shutil, "rmtree", busy)  # type: ignore[attr-defined]
+    found = command(capfd, "run", str(job_file(tmp_path)), "-n", "2")
+    assert len(found["losses"]) == 1 and list(tmp_path.glob("piper-run-*"))
+
+
+@pytest.mark.parametrize(("closed", "where"), [(False, 2), (True, subprocess.DEVNULL)])
+def test_the_ranks_server_can_say_something_whatever_its_launcher_had_closed(
+    closed: bool, where: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Begun:
+        def __init__(self, *_: Any, **how: Any) -> None:
+            asked.extend((how["stdout"], how["stderr"]))
+
+        def wait(self, timeout: float) -> None:
+            pass
+
+    fstat = os.fstat
+
+    def shut(fd: int) -> os.stat_result:
+        if fd == 2:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        return fstat(fd)
+
+    monkeypatch.setattr(subprocess, "Popen", Begun)
+    if closed:
+        monkeypatch.setattr(forkserver.os, "fstat", shut)
+    RankForkServer().close()
+    assert asked == [where, where]
+
+
+@contextmanager
+def _server(lines: bytes) -> Iterator[RankServer]:
+    """The ranks' server, in this process, for a launcher that says this and is killed."""
+    ours, theirs = socket.socketpair()
+    server = RankServer.__new__(RankServer)
+    server.children, server.folders, server.lines = {}, set(), forkserver.RankServerLines(theirs)
+    server.wake, server._waker = os.pipe()
+    os.set_blocking(server._waker, False)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT)}
+    ours.sendall(lines)
+    ours.close()
+    try:
+        yield server
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, was in kept.items():
+            signal.signal(number, was)
+        for fd in (server.wake, server._waker):
+            os.close(fd)
+        theirs.close()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_ranks_server_removes_folders_only_where_nobody_else_will(wrong: bool, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lines = json.dumps({"owns": str(tmp_path / "run")}) + "\n" + ('{"what": 1}\n' if wrong else "")
+    with _server(lines.encode()) as server, pytest.raises(KeyError) if wrong else nullcontext():
+        server.serve()
+    assert (tmp_path / "run").exists() is wrong
+
+
+def test_the_steps_folder_of_a_launcher_that_is_killed_is_the_server_s_to_remove(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    owned: list[str] = []
+
+    class Told:
+        def send(self, owns: str) -> None:
+            owned.append(owns)
+
+    monkeypatch.setattr(step_log.RankForkServer, "get", Told)
+    prepared, _ = judged(tmp_path)
+    with step_log.told_steps(prepared, 1, []) as folder:
+        assert owned == [str(folder)] and folder.is_dir()
+    assert not folder.exists()
+
+
+def _done(_: RankContext) -> int:
+    return 7
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_rank_without_room_for_its_result_says_where_or_its_exit_code_does(
+    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(tmp_path / "progress", 1)
+    pen, room, writing = RankProgress(tmp_path / "progress", 0), [False, True][: left + 1], worker.write_whole
+
+    def write(path: Path, text: str) -> None:
+        if not room or not room.pop(0):
+            _full()
+        writing(path, text)
+
+    monkeypatch.setattr(worker, "write_whole", write)
+    spec = {"world": 1, "target": describe(_done), "args": {}, "flight": False}
+    code = worker._rank(spec, tmp_path, 0, pen, worker.LocalRanks())
+    said = (tmp_path / "failure-0").read_text() if left else _exit_reason(code)
+    assert code == (1 if left else NO_ROOM) and tempfile.gettempdir() in said and "TMPDIR" in said
+    pen.close()

@@ -1,5 +1,6 @@
 """`torchrun -m executor JOB`: the same numbers as `piper-sim run`, over several agents too; failures are reported."""
 
+import errno
 import json
 import os
 import signal
@@ -14,8 +15,13 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
+from executor.launch import torchrun, watchdog
 from executor.launch.store import PIECE, clocks, meeting, put, take
+from executor.launch.torchrun import main
+from executor.launch.verdict import RankFailed
 from executor.launch.watchdog import host
+from executor.transport.base import TransportError
+from ir.trace.trace import Trace
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import agent, free_port, gone, objects, pids, python
 from tests.executor.launch.test_run_failure import when_stepping
@@ -90,6 +96,76 @@ def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None
     assert (code, error["kind"], error["key"]) == (3, "illegal_plan", "--digest")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("RANK", "x"), ("RANK", "2"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "http")]
+)
+def test_a_launcher_s_variables_that_are_no_numbers_are_refused_by_name(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+    for variable, value in (told | {name: text}).items():
+        monkeypatch.setenv(variable, value)
+    assert main([str(job_file(tmp_path))]) == 2
+    (found,) = objects(capsys.readouterr().out)
+    assert (found["error"]["kind"], found["error"]["key"]) == ("usage", name)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anybody_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "joined", None)
+    job = str(job_file(tmp_path))
+    assert main([job, "--out", job]) == 2
+    (found,) = objects(capsys.readouterr().out)
+    assert (found["error"]["kind"], found["error"]["file"]) == ("io", job)
+
+
+def _raises(error: OSError) -> Any:
+    def call(*_: Any, **__: Any) -> None:
+        raise error
+
+    return call
+
+
+def test_no_room_for_temporary_files_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "joined", _raises(OSError(errno.ENOSPC, "No space left on device")))
+    assert main([str(job_file(tmp_path))]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: rank 1: ") and "TMPDIR" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "of", "code", "says"),
+    [
+        (errno.ENOSPC, "write_whole", 2, "--out: cannot be written"),
+        (errno.ENOSPC, "stdout", 2, "cannot write to stdout"),
+        (errno.EPIPE, "stdout", 0, ""),
+    ],
+)
+def test_what_cannot_be_handed_over_ends_the_run_for_all_and_in_words(
+    number: int, of: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fail = _raises(OSError(number, os.strerror(number)))
+    if of == "write_whole":
+        monkeypatch.setattr(torchrun, of, fail)
+    trace = Trace.of({}, [])
+    assert torchrun._handed_over({}, trace, tmp_path, fail if of == "stdout" else torchrun.printed) == code
+    out, err = capsys.readouterr()
+    assert says in err and (of == "stdout" or objects(out)[0]["error"]["kind"] == "io")
+
+
+def test_a_report_that_cannot_be_printed_stops_nobody_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.print", _raises(OSError(errno.ENOSPC, "No space left on device")))
+    torchrun.report(RankFailed("killed by SIGKILL", rank=1, op="1F0", waiting={}))
+
+
 def test_ranks_that_begin_again_do_not_read_what_those_before_left() -> None:
     store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
@@ -102,8 +178,34 @@ def test_ranks_that_begin_again_do_not_read_what_those_before_left() -> None:
         first = ranks.submit(name, 0, 2)
         until(lambda: store.get("name/0") != said)  # rank 0 has heard the word that an earlier rank 1 left
         assert ranks.submit(name, 1, 2).result() == first.result() != before
-        with pytest.raises(TimeoutError, match="not all of 4 ranks"):
+        with pytest.raises(TimeoutError, match="not all of 4 ranks are there: no word of rank 3 in 0 s"):
             meeting(store, 0, 4, 0.0)
+
+
+def test_who_does_not_come_is_the_culprit_and_who_waited_a_witness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "STARTUP_S", 0.1)
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    lookout = watchdog.RankWatchdog(store, 0, 3, tmp_path / "progress", 15.0, torchrun.report)
+    store.set("here/1", "[]")
+    with pytest.raises(TransportError, match="did not come") as error:
+        lookout.meet("digest")
+    assert error.value.peers == (2,)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_meet_end_in_one_object(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "joined", _raises(TimeoutError("not all of 2 ranks are there")))
+    assert main([str(job_file(tmp_path))]) == 4
+    out, err = capsys.readouterr()
+    assert (
+        "not all of 2 ranks are there" in err and [x["error"]["kind"] for x in objects(out)] == ["rank_failed"][rank:]
+    )
 
 
 def test_results_of_any_length_go_through_the_store() -> None:

@@ -1,7 +1,9 @@
 """What nobody foresaw ends as an error of the contract; what a file holds reaches the terminal as text."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +71,20 @@ def test_a_table_for_a_reader_who_has_left_is_a_broken_pipe(monkeypatch: pytest.
         monkeypatch.setattr(sys, "stdout", gone)
         show(Table("head"))
         gone.flush()
+
+
+@pytest.mark.parametrize("why", ["full", "gone"])
+def test_what_cannot_be_said_of_work_on_its_way_does_not_end_it(why: str) -> None:
+    said = "print('step 0', file=sys.stderr); print('step 1', file=sys.stderr, flush=True)"
+    program = f"import sys; from piper_sim.app.ending import open_streams; open_streams(); {said}; print(7)"
+    if why == "full":
+        errors = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, errors = os.pipe()
+        os.close(reader)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=errors, env=env)
+    finally:
+        os.close(errors)
+    assert (done.returncode, done.stdout) == (0, b"7\n")
