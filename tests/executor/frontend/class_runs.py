@@ -1,6 +1,8 @@
 """A class of transformers, captured once and trained under a plan; ranks are threads of this process."""
 
+import atexit
 import json
+import shutil
 import tempfile
 import threading
 from functools import lru_cache
@@ -43,6 +45,7 @@ PLANS = [
 def _graph(name: str, tp: int = 1, ep: int = 0) -> str:
     """Captured once. ep 0: with experts untagged."""
     folder = Path(tempfile.mkdtemp(prefix="piper-graph-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     reference = f"{hub_classes.__file__}:{name}"
     with quiet():
         tags = hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]}

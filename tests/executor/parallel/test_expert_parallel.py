@@ -99,9 +99,9 @@ def test_a_forward_inside_a_backward_trains_as_one_process_does(sets: tuple[str,
 IDLE = "routing.kind=hot", "routing.strength=1e6", "routing.forced=true"
 
 
-def test_experts_and_ranks_without_a_token_train_too() -> None:
+def test_experts_and_ranks_without_a_token_train_too(tmp_path: Path) -> None:
     sets = (*FOUR, "parallel.ep=4", "model.num_experts_per_tok=1", *IDLE, "model.seq_len=4")
-    prepared, plan = judged(Path(tempfile.mkdtemp()), *sets)
+    prepared, plan = judged(tmp_path, *sets)
     counts = ForcedExperts.of(prepared, plan.graph).counts
     assert all((counts.tokens(layer).sum(0) > 0).sum() == 1 for layer in counts.layers)
     ran = run(*sets)
@@ -250,8 +250,10 @@ def test_tensor_parallel_experts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("part", [pytest.param("counts", marks=slow), "dispatch", pytest.param("combine", marks=slow)])
-def test_who_fails_at_an_exchange_is_named_and_who_waits_there(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, plan = judged(Path(tempfile.mkdtemp()), *ONE)
+def test_who_fails_at_an_exchange_is_named_and_who_waits_there(
+    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, plan = judged(tmp_path, *ONE)
     index = next(i for i, text in enumerate(plan.texts) if text == f"0F1/l1.{part}")
     _inject(monkeypatch, at_op, {"rank": 1, "index": index, "kind": "raise"})
     with pytest.raises(RankFailed, match="bad luck") as info:
