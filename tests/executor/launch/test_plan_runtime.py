@@ -72,7 +72,7 @@ class Others:
         os._exit(4)
 
 runtime = PlanRuntime.__new__(PlanRuntime)
-runtime._lookout = Others()
+runtime._lookout, runtime._closed = Others(), True
 atexit.register(runtime._left)
 """
 
