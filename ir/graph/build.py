@@ -240,8 +240,8 @@ def _reads_region(fine: Sequence[SavedBuffer], options: frozenset[str]) -> bool:
 
 
 def _asked_again(message: Message) -> bool:
-    """Whether it is sent twice then: what reduce-scatters and all-to-alls bring is kept."""
-    return message.axes == ("tp",) and message.kind is not MessageKind.REDUCE_SCATTER
+    """Whether it is sent twice then: what sums and all-to-alls bring is kept."""
+    return message.axes == ("tp",) and message.kind is MessageKind.ALL_GATHER
 
 
 def _outputs(out: int, saved: Sequence[SavedBuffer]) -> tuple[Buffer, ...]:

@@ -140,18 +140,19 @@ def test_every_layer_or_some() -> None:
         assert {n.tags["L"] for n in graph.nodes if n.kind is Pass.R} == expected
 
 
-def test_messages_of_tensor_parallelism_travel_again_but_for_reduce_scatters() -> None:
+@pytest.mark.parametrize(("sequence", "kinds"), [(True, ["all_gather"]), (False, [])])
+def test_messages_of_tensor_parallelism_travel_again_but_for_sums(sequence: bool, kinds: list[str]) -> None:
     config = load_config("llama3-8b", {"num_hidden_layers": 1})
     source = ConfigModelWork(config, MicrobatchShape(1, TOKENS), FP32)
     graph = model_graph([chunks(config)], source, OPERATORS)
     split = replace(
         graph,
         entries=tuple(
-            PlacedPart(e.stage, e.chunk, e.part, PartLayout(tp=4, sequence_parallel=True)) for e in graph.entries
+            PlacedPart(e.stage, e.chunk, e.part, PartLayout(tp=4, sequence_parallel=sequence)) for e in graph.entries
         ),
     )
     again = [n for n in refill(split, source).nodes if n.kind is Pass.R]
-    assert [[str(m.kind) for m in n.inline] for n in again] == [["all_gather"], ["all_gather"]]
+    assert [[str(m.kind) for m in n.inline] for n in again] == [kinds, kinds]
 
 
 @pytest.mark.parametrize(("options", "again"), [(["up_projection"], True), (["norm", "activation"], False)])
