@@ -22,7 +22,7 @@ import msgspec
 from executor.checkpoint.manifest import read_manifest
 from executor.checkpoint.tensors import MANIFEST
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import FileErrors, read_bytes
+from ir.core.files import FileErrors, read_bytes, resolve_types
 
 LOCK = "lock"
 FORM = FileErrors("a checkpoint's lock", ErrorKind.IO, "--save", 10**6)
@@ -37,6 +37,9 @@ class CheckpointHolder:
     name: str  # of this one
     pid: int
     host: str
+
+
+resolve_types(CheckpointHolder)
 
 
 class CheckpointLock:

@@ -15,7 +15,7 @@ from executor.checkpoint.pieces import ShardPiece
 from executor.checkpoint.tensors import FORM, MANIFEST, WRITTEN, CheckpointFile, damaged, digest_of
 from executor.modules.base import TORCH
 from ir.core.errors import PiperError
-from ir.core.files import check_regular, read_bytes
+from ir.core.files import check_regular, read_bytes, resolve_types
 from ir.core.work import DType
 
 VERSION = 1
@@ -108,6 +108,9 @@ def stored(parts: Iterable[RankManifest]) -> dict[str, tuple[StoredShard, ...]]:
         for name, piece in part.pieces.items():
             out.setdefault(name, []).append(StoredShard(part.file, piece))
     return {name: tuple(found) for name, found in out.items()}
+
+
+resolve_types(CheckpointManifest, RankManifest)
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from executor.measure.ops import WARM_UP, DeviceTimer, Note, Samples
 from executor.modules.base import TORCH
 from executor.optim.optimizer import Optimizer, clip_scale, global_norm, square_sums
+from ir.core.files import resolve_types
 from ir.core.ops import Pass
 from ir.core.work import Kernel, KernelKind
 from ir.graph.classes import node_classes
@@ -32,6 +33,7 @@ class KernelSample:
     update: int = 0
 
 
+resolve_types(KernelSample)
 Recipe = list[tuple[int, int]]  # (index of a piece, how often)
 
 

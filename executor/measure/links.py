@@ -16,6 +16,7 @@ from executor.measure.ops import WARM_UP, Note
 from executor.modules.base import TORCH
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportHandle, TransportTopology
+from ir.core.files import resolve_types
 from ir.core.work import DType, Message, MessageKind
 from ir.graph.classes import link_class
 from ir.job.build import PreparedJob, precision_of
@@ -39,6 +40,9 @@ class MessageSample:
     @property
     def group(self) -> str:
         return f"calibrate:{','.join(map(str, self.members))}"
+
+
+resolve_types(MessageSample)
 
 
 def wanted(prepared: PreparedJob, plan: Plan, processes: int) -> list[MessageSample]:

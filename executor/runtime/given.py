@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import resolve_types
 from ir.directives.load import parse_strategy
 from ir.job.build import PreparedJob, directives_json, prepare
 from ir.job.cache import PLANS
@@ -31,6 +32,9 @@ class _Given:
     style: KernelStyle
     digest: str
     plan: str
+
+
+resolve_types(_Given)
 
 
 def given_text(prepared: PreparedJob, plan: Plan) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ir.core.files import resolve_types
 from ir.core.order import FloatArray
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from ir.plan.places import RankPlacement
@@ -18,10 +18,6 @@ from ir.plan.plan import Plan
 from ir.trace.durations import emulated_seconds, replayed_seconds
 from ir.trace.text import read_trace
 from ir.trace.trace import Trace
-
-# msgspec shows what it knows of a type before it knows all: ranks that are threads, and ask at once for the first time,
-# have crashed in it.
-_ONE_BY_ONE = Lock()
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,7 @@ class PlanRun:
         >>> PlanRun.of(spec.told()) == spec
         True
         """
-        with _ONE_BY_ONE:
-            return msgspec.convert(dict(fields), cls, dec_hook=lambda kind, value: kind(value))
+        return msgspec.convert(dict(fields), cls, dec_hook=lambda kind, value: kind(value))
 
     def told(self) -> dict[str, Any]:
         """As JSON has it; ranks may work elsewhere, so paths are whole."""
@@ -61,6 +56,9 @@ class PlanRun:
         if self.options.replay is not None:
             return taken(read_trace(self.options.replay), plan, places, rank)
         return emulated_seconds(plan, self.options.emulate or 0.0)[None]
+
+
+resolve_types(PlanRun)
 
 
 def taken(trace: Trace, plan: Plan, places: RankPlacement, rank: int) -> FloatArray:

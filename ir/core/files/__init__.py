@@ -2,7 +2,7 @@
 
 from ir.core.files.parse import check_plain, parse_csv, parse_json, parse_toml, read_json, read_toml
 from ir.core.files.read import FileErrors, check_regular, cut, named_path, read_bytes, read_text, run_file
-from ir.core.files.typed import HIDDEN, Text, typed, words
+from ir.core.files.typed import HIDDEN, Text, resolve_types, typed, words
 from ir.core.files.write import finite, writing
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "read_json",
     "read_text",
     "read_toml",
+    "resolve_types",
     "run_file",
     "typed",
     "words",

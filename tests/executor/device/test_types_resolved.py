@@ -1,0 +1,52 @@
+"""What ranks that are threads read by msgspec is known to it whole before they do: it shows types half known."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# What the ranks' server imports before it forks; then, whether msgspec knows the classes that ranks read.
+KNOWN = """
+import ir.core.files
+{control}
+import executor.runtime.rank
+from executor.checkpoint.manifest import CheckpointManifest, RankManifest
+from executor.checkpoint.pieces import ShardPiece
+from executor.runtime.spec import PlanRun
+from ir.job.run_options import JobRunOptions
+kinds = CheckpointManifest, RankManifest, ShardPiece, PlanRun, JobRunOptions
+print(sum("__msgspec_cache__" in vars(kind) for kind in kinds), len(kinds))
+"""
+FORGOTTEN = "ir.core.files.resolve_types = lambda *kinds: None"
+
+
+@pytest.mark.parametrize(("control", "whole"), [("", True), (FORGOTTEN, False)])
+def test_what_threads_read_is_known_before(control: str, whole: bool) -> None:
+    script = KNOWN.format(control=control)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    known, all_ = map(int, done.stdout.split())
+    assert known == all_ if whole else known == 0
+
+
+def _read(file: Path) -> set[str]:
+    """The classes that a file has msgspec read, by name; and those it has resolved."""
+    out = set()
+    for call in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)):
+        name = ast.unparse(call.func)
+        asked = [k.value for k in call.keywords if k.arg == "type"]
+        asked += call.args[1:2] if name == "msgspec.convert" else []
+        out |= {n.id for kind in asked for n in ast.walk(kind) if isinstance(n, ast.Name)}
+    return out - {"dict", "list", "str", "Any"}
+
+
+def test_whatever_ranks_read_is_resolved_where_it_is_made() -> None:
+    files = [*(ROOT / "executor").rglob("*.py")]
+    read = {name for file in files for name in _read(file) if "msgspec" in file.read_text()}
+    text = "".join(file.read_text() for file in files)
+    assert "CheckpointManifest" in read and "KernelSample" in read
+    resolved = {n for line in text.splitlines() if line.startswith("resolve_types(") for n in line[14:-1].split(", ")}
+    assert read - {"cls"} <= resolved, "those of `cls` are PlanRun's own"
+    assert "PlanRun" in resolved
