@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from executor.modules.remade import RemadeBuffers, RemadeBufferView, tensor_of
+from executor.autograd.deferred import DeferredLinearPass, DeferredPass
+from executor.modules.remade import RemadeBuffers
 
 Sink = Callable[[str, Tensor], None]
 Casts = WeakValueDictionary[tuple[int, torch.dtype], Tensor]  # of weights, by id and format, that some graph holds
@@ -35,45 +36,6 @@ SEQUENCES = (tuple, list)
 _FLOATS = {(d,) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}  # what `Tensor.to` is asked for
 LINEARS: frozenset[Any] = frozenset({F.linear, torch.ops.aten.linear.default})  # as exported graphs call them, too
 ADDED: frozenset[Any] = frozenset({torch.addmm, torch.ops.aten.addmm.default})  # bias, x, and a weight (into, out)
-
-
-@dataclass(slots=True)
-class DeferredPass:
-    """One seam's unfinished weight gradient: where to enter its graph, which weights, and (after I) with what."""
-
-    edges: tuple[GradientEdge, ...]
-    leaves: tuple[Any, ...]  # tensors, or edges where those are not kept
-    weights: tuple[Tensor, ...]
-    derived: bool
-    grads: tuple[Tensor | None, ...] | None = None
-
-    def run(self) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(self.edges, self.weights, self.grads, retain_graph=self.derived, allow_unused=True)
-
-
-@dataclass(slots=True)
-class DeferredLinearPass:
-    """The same of a linear: its input, and where torch's own graph has its output's gradient, until I has asked.
-    flipped: its weight is stored (into, out).
-    """
-
-    x: Tensor | RemadeBufferView
-    version: int
-    weights: tuple[Tensor, ...]
-    edge: GradientEdge | None
-    flipped: bool = False
-    grads: Tensor | None = None
-
-    def run(self, into: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """into: where to make the weight's gradient; of a linear without bias."""
-        assert self.grads is not None
-        x = tensor_of(self.x)
-        if x is self.x and x._version != self.version:
-            raise RuntimeError("the input of a linear was written to in place, and its weight's gradient reads it")
-        dys = self.grads.reshape(-1, self.grads.shape[-1])
-        x = x.view(-1, x.shape[-1])
-        dw = torch.mm(x.t(), dys, out=into) if self.flipped else torch.mm(dys.t(), x, out=into)
-        return (dw,) if len(self.weights) == 1 else (dw, dys.sum(0))
 
 
 class SplitPass:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from executor.autograd.split import DeferredLinearPass, SplitPass
+from executor.autograd.deferred import DeferredLinearPass
+from executor.autograd.split import SplitPass
 from executor.modules.functions import grouped_linear
 from executor.modules.norms import rms_norm
 
