@@ -265,7 +265,7 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, made: Tensor) -> Tensor:
-        ctx.dtype, ctx.made = weight.dtype, made
+        ctx.dtype, ctx.made = weight.dtype, made  # held for the others: `Casts` alone would let go of it
         return made.detach()
 
     @staticmethod

@@ -58,7 +58,7 @@ class RankModel:
         region: whom it meets inside compute ops; nobody without it. note: its routers' choices. routes: see `Stage`.
         compiling: is told before each graph that is compiled, where the job says so; without it none is.
         """
-        job, precision, gather = prepared.job, precision_of(prepared.job), TORCH[gathered_format(prepared)]
+        job, precision = prepared.job, precision_of(prepared.job)
         entries, places = prepared.base.entries, RankPlacement.of(plan)
         held, region = shares(plan.graph, places.mesh.coordinates(rank)), region or RankRegion.of(plan, rank)
         guide = guide_of(prepared, plan.graph, places, rank, device, note=note)
@@ -92,12 +92,8 @@ class RankModel:
                 routes=routes,
             )
             stages[s].compiled, stages[s].remade = compiled.parts, remade_values(prepared)
-        config = BucketSyncConfig(
-            job.optimizer,
-            *(TORCH[precision.reduce], TORCH[precision.optimizer], gather),
-            elsewhere=repeated(plan.graph) if region.tp.index else frozenset(),
-            ahead=device.ahead,
-        )
+        elsewhere = repeated(plan.graph) if region.tp.index else frozenset[str]()
+        config = _sync_config(prepared, elsewhere, device.ahead)
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
         return cls(stages, dict(built.extras), params, grads, sync, held, guide, compiled)
 
@@ -106,3 +102,9 @@ class RankModel:
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]
+
+
+def _sync_config(prepared: PreparedJob, elsewhere: frozenset[str], ahead: bool) -> BucketSyncConfig:
+    p = precision_of(prepared.job)
+    reduce, moments, gather = (TORCH[d] for d in (p.reduce, p.optimizer, gathered_format(prepared)))
+    return BucketSyncConfig(prepared.job.optimizer, reduce, moments, gather, elsewhere, ahead)

@@ -32,7 +32,7 @@ def test_what_threads_read_is_known_before(control: str, whole: bool) -> None:
 
 
 def _read(file: Path) -> set[str]:
-    """The classes that a file has msgspec read, by name; and those it has resolved."""
+    """The classes that a file has msgspec read, by name."""
     out = set()
     for call in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)):
         name = ast.unparse(call.func)
