@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.checkpoint.settings import settled
+from executor.device.device import HostDevice
 from executor.launch.step_log import loss_of, norm_of_ranks
 from executor.launch.torchrun import TorchrunRank, joined, rank_context
 from executor.modules.base import TokenLoss
@@ -45,7 +47,8 @@ class PlanRuntime:
     steps: done so far, those of a checkpoint among them. grad_norm: of the last step, before clipping. sequences: of a
     global batch. prepared, plan: what is run.
 
-    Between calls the loop's own code may take its time; whose process shows no life for long has failed.
+    Between calls the loop's own code may take its time; whose process shows no life for long has failed. Tensors that
+    it makes are where its own default has them, and a batch may be on any device.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class PlanRuntime:
         judged = judge(place.world) if place.rank == 0 else None
         self._scratch = tempfile.TemporaryDirectory(prefix="piper-rank-", ignore_cleanup_errors=True)
         store, self._lookout = joined(place, Path(self._scratch.name), o, judged)
-        context = rank_context(store, place, Path(self._scratch.name))
+        context, default = rank_context(store, place, Path(self._scratch.name)), torch.get_default_device()
         try:
             self.prepared, self.plan = context.given()
             saving = settled(wanted, self.prepared, o.steps, real=True)
@@ -74,6 +77,8 @@ class PlanRuntime:
             self._lookout.start()
             everybody = ALL, tuple(range(place.world)), frozenset({MessageKind.ALL_GATHER})
             self._rank = RankRun.of(context, PlanRun(o, saving), [everybody])
+            if torch.get_default_device() != default:  # that of a rank is for its own calls
+                torch.set_default_device(None if default == HostDevice.torch else default)
         except BaseException as error:
             self._lookout.fall(error)  # does not return
         self._context = context
@@ -121,6 +126,7 @@ class PlanRuntime:
 
         Raises PiperError (usage): none was named; (io): it cannot be written.
         """
+        self._refuse_closed("save")
         keeper = self._rank.keeper
         if keeper is None or keeper.saving.save is None:
             message, fix = "no folder to save to", 'piper_sim.runtime(job, save="checkpoints")'
@@ -131,7 +137,7 @@ class PlanRuntime:
         return str(keeper.saved)
 
     def close(self) -> None:
-        """End, all ranks together. A second time does nothing."""
+        """End, all ranks together, and let go of the model and its states. A second time does nothing."""
         if self._closed:
             return
         with self._call("close"):
@@ -141,6 +147,8 @@ class PlanRuntime:
         self._lookout.part()
         self._scratch.cleanup()
         atexit.unregister(self._left)
+        del self._rank
+        gc.collect()  # what refers to one another in it would keep a device's memory till Python has reason to look
 
     def _left(self) -> None:
         """The process ends, and nobody has closed: well, so close; or of an error, of which Python has told already."""
@@ -157,21 +165,25 @@ class PlanRuntime:
     @contextmanager
     def _call(self, what: str, *batch: Batch) -> Iterator[dict[int, PendingMicrobatch]]:
         """In a call that all ranks make: what the loop's own code has switched on or off is not the plan's."""
-        if self._closed:
-            message, fix = f"{what} behind close", "another piper_sim.runtime(job)"
-            raise PiperError(ErrorKind.USAGE, message, key=what, suggestion=fix)
-        kind = self._rank.device.torch.type
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+        self._refuse_closed(what)
+        mine = self._rank.device.torch
+        default = nullcontext() if torch.get_default_device() == mine else mine
+        with default, torch.inference_mode(False), torch.enable_grad(), torch.autocast(mine.type, enabled=False):
             both = self._tokens(*batch) if batch else ()
             self._agree(what, both)
             yield self._batches(*both, step=self.steps if what == "step" else 0) if both else {}
         self._context.progress.outside()
 
+    def _refuse_closed(self, what: str) -> None:
+        if self._closed:
+            message, fix = f"{what} behind close", "another piper_sim.runtime(job)"
+            raise PiperError(ErrorKind.USAGE, message, key=what, suggestion=fix)
+
     def _agree(self, what: str, both: tuple[Tensor, ...]) -> None:
         """Ranks that part here would train on parts of two batches, or wait for one another. Raises PiperError."""
         digest = 0
         for x in both:
-            digest = zlib.crc32(x.cpu().contiguous().numpy().data, digest)
+            digest = zlib.crc32(x.contiguous().numpy().data, digest)
         row = torch.tensor([CALLS.index(what), self.steps, digest], dtype=torch.float64, device="cpu")
         told = [[int(x) for x in r] for r in self._gathered(row, what).tolist()]
         self._context.progress.outside()
@@ -249,7 +261,7 @@ class PlanRuntime:
 
 
 def _numbers(given: object) -> Tensor:
-    """As int64, where it is integers: of any width, byte order and layout."""
+    """As int64 on the host, where it is integers: of any width, byte order and layout, on any device."""
     if not isinstance(given, Tensor):
         try:
             array = np.asarray(given)
@@ -259,7 +271,8 @@ def _numbers(given: object) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)) if whole else torch.zeros(array.shape, device="cpu")
     if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
         return given
-    return given.long().clone() if given.is_inference() else given.long()
+    here = given.to("cpu", torch.int64)
+    return here.clone() if here.is_inference() else here
 
 
 def _form(given: object) -> str:

@@ -9,7 +9,8 @@ import torch
 
 from executor.autograd.compiled import CompiledParts, compile_parts
 from executor.autograd.stage import Stage
-from executor.device.device import Device, on_host
+from executor.device.device import Device, HostDevice, on_host
+from executor.device.placed import place
 from executor.modules.base import TORCH
 from executor.modules.choose import gathered_format, model_of, recomputed, remade_values
 from executor.modules.user.model import UserModel
@@ -72,6 +73,8 @@ class RankModel:
         for unit in built.units.values():
             if any(t.device != device.torch for t in (*unit.parameters(), *unit.buffers())):
                 unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
+            if device.torch != HostDevice.torch:
+                place(unit, device.torch)
         for p in built.params.values():
             p.data = p.data.contiguous()  # as buckets have them
         device.bind()

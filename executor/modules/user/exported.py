@@ -179,9 +179,11 @@ def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> 
     found = [n for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_logits(n.meta.get("val"), batch)]
     if not found:
         raise model_error(f"{name} returns no tensor of sequences, tokens and features", None, ALLOWED, "model.module")
-    for node in reversed(graph.nodes):
-        if node.op in ("call_function", "call_module") and any(a in str(node.target) for a in ASSERTIONS):
-            graph.erase_node(node)
+    for inner in (m for m in root.modules() if isinstance(m, fx.GraphModule)):  # code without gradients or autocast too
+        for node in reversed(inner.graph.nodes):
+            if node.op in ("call_function", "call_module") and any(a in str(node.target) for a in ASSERTIONS):
+                inner.graph.erase_node(node)
+        inner.recompile()
     again = made_again(module, graph)
     own = [n.name for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_loss(n, again)]
     result.args = (found[0],)

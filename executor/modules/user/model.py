@@ -356,7 +356,8 @@ def load_callable(reference: str) -> object:
         raise PiperError(ErrorKind.MODEL, f"not a callable: {reference!r}", key="model.module", allowed="file.py:name")
     if not file.is_file():
         raise PiperError(ErrorKind.IO, "no such file", file=path)
-    module = run_file(f"piper_user_{file.stem}", file)
+    with TRACING:  # packages that put another module in their own place are not to be imported by two threads at once
+        module = run_file(f"piper_user_{file.stem}", file)
     if not callable(found := getattr(module, name, None)):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         fix = nearest(name, known)

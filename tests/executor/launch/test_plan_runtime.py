@@ -12,7 +12,7 @@ from tests.executor.launch.processes import ROOT, objects, python
 from tests.executor.runs import JOB, job_file, run
 
 LOOP = """
-import json, os, sys, threading
+import gc, json, os, sys, threading, weakref
 import numpy as np
 import piper_sim
 import torch
@@ -20,15 +20,19 @@ from executor.data.tokens import source_of
 
 job, first, steps, *sets = sys.argv[1:]
 resume = "saved" if int(first) else None
+torch.set_default_device("meta")  # where nothing of ours may land
 with piper_sim.runtime(job, sets, save="saved", resume=resume) as runtime:
     source = source_of("synthetic", 256, 0, runtime.sequences)
     said = []
-    torch.set_default_device("meta")  # where nothing of ours may land
+    assert torch.empty(()).is_meta, "what the loop makes is where it wants it"
     for step in range(runtime.steps, int(steps)):
         batch = np.stack([source.sequence(step, k, 8) for k in range(runtime.sequences)])
         said.append([runtime.evaluate(batch), runtime.step(batch), runtime.grad_norm])
+        assert torch.empty(()).is_meta
         assert steps != "9" or int(os.environ["RANK"]) == 0, "a mistake of the loop's own"
     saved = runtime.save()
+    params = [weakref.ref(x) for x in gc.get_objects() if type(x) is torch.nn.Parameter]
+assert params and not any(p() is not None for p in params), "a loop may need the memory"
 assert {"lookout", "guard"}.isdisjoint(t.name for t in threading.enumerate()), "they would be in the store at the end"
 if int(os.environ["RANK"]) == 1:
     print(json.dumps({"said": said, "steps": runtime.steps, "saved": saved}))

@@ -1,5 +1,6 @@
 """Reference modules: Hugging Face's names, values that depend on name and seed alone, cuts that change nothing."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,15 @@ def test_a_builder_is_loaded_from_the_file_the_user_names(tmp_path: Path) -> Non
         load_callable(f"{file}:biuld")
     with pytest.raises(PiperError, match="returned int"):
         UserModel(load_callable(f"{file}:build"))
+
+
+def test_ranks_that_are_threads_import_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes its own place while it is imported: who waits for that is given what it was before."""
+    lazy = "import sys, threading, types\nthreading.Event().wait(0.1)\n"
+    lazy += "sys.modules[__name__] = types.SimpleNamespace(Thing=int, __spec__=__spec__)\n"
+    (tmp_path / "takes_its_place.py").write_text(lazy)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "my_model.py"
+    file.write_text("from takes_its_place import Thing\nbuild = Thing\n")
+    with ThreadPoolExecutor(4) as ranks:
+        assert list(ranks.map(load_callable, [f"{file}:build"] * 4)) == [int] * 4
