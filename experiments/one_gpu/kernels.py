@@ -1,8 +1,9 @@
-"""Matrix products, attention by backend, losses, norms and updates, each by itself."""
+"""Matrix products, experts' too, attention by backend, losses, norms and updates, each by itself."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -46,13 +47,21 @@ WIDTHS: Sequence[tuple[int, int]] = (
     (2304, 768),
     (768, 3072),
 )
+# experts, tokens of each in the mean, outputs and inputs: Qwen3-30B-A3B's, DeepSeek-V2-Lite's, Mixtral's, small ones
+GROUPS: Sequence[tuple[int, int, int, int]] = (
+    *((128, tokens, *width) for tokens in (64, 512) for width in ((1536, 2048), (2048, 768))),
+    *((64, tokens, *width) for tokens in (192, 768) for width in ((2816, 2048), (2048, 1408))),
+    *((8, tokens, *width) for tokens in (512, 1024, 4096) for width in ((8192, 2048), (2048, 4096), (28672, 4096))),
+    *((32, tokens, 4096, 7168) for tokens in (128, 1024)),
+)
 Timed = tuple[str, str, str, Callable[[], object]]  # op, sizes, format, the call
 
 
 def measure(out: Path, until: Deadline) -> None:
-    """All three tables."""
+    """All four tables."""
     timer = KernelTimer()
     products(out, until, timer)
+    grouped(out, until, timer)
     attention(out, until, timer)
     ops(out, until, timer)
 
@@ -73,6 +82,31 @@ def products(out: Path, until: Deadline, timer: KernelTimer) -> None:
                 x8, w8 = x.to(FP8), w.to(FP8)
                 call = partial(torch._scaled_mm, x8, w8.t(), one, one, out_dtype=BF16)
                 table.row(gpu(), "fp8_cold", m, n, k, timer(call), timer.nothing)
+
+
+def grouped(out: Path, until: Deadline, timer: KernelTimer) -> None:
+    """Products of stacked experts in bf16, each with its tokens: as many for all, or as a random router deals."""
+    columns = ("gpu", "pass", "split", "experts", "tokens", "n", "k", "us", "timer_us")
+    if not hasattr(torch, "_grouped_mm"):
+        return
+    draw = torch.Generator().manual_seed(SEED)
+    with MeasuredTable(out / "grouped_torch.csv", columns) as table:
+        for experts, tokens, n, k in GROUPS:
+            if until.near():
+                return
+            rows = experts * tokens
+            x, y = (torch.randn(rows, width, device="cuda", dtype=BF16) for width in (k, n))
+            w = torch.randn(experts, n, k, device="cuda", dtype=BF16)
+            chosen = torch.randint(experts, (rows,), generator=draw).bincount(minlength=experts)
+            for split, each in (("even", torch.full((experts,), tokens)), ("drawn", chosen)):
+                ends = each.cumsum(0).to("cuda", torch.int32)
+                forward = partial(torch._grouped_mm, x, w.transpose(1, 2), ends)
+                weights = partial(torch._grouped_mm, y.t(), x, ends)
+                for which, call in (("forward", forward), ("weights", weights)):
+                    try:
+                        table.row(gpu(), which, split, experts, tokens, n, k, timer(call), timer.nothing)
+                    except RuntimeError as e:
+                        print(f"{which} {split} {experts, tokens, n, k}: {str(e).splitlines()[0]}")
 
 
 def attention(out: Path, until: Deadline, timer: KernelTimer) -> None:
@@ -173,12 +207,13 @@ def _loss(x: Tensor, labels: Tensor, wide: bool) -> Tensor:
 
 
 def _updates() -> Iterator[Timed]:
-    for name, dtype in (("bf16", BF16), ("fp32", torch.float32)):
-        params = [torch.randn(4096, 4096, device="cuda", dtype=dtype, requires_grad=True) for _ in range(8)]
+    sizes = ((8, 4096), (64, 512), (32, 1024))  # matrices, and their sides
+    for (many, side), (name, dtype) in product(sizes, (("bf16", BF16), ("fp32", torch.float32))):
+        params = [torch.randn(side, side, device="cuda", dtype=dtype, requires_grad=True) for _ in range(many)]
         for p in params:
             p.grad = torch.randn_like(p)
-        sizes = str(sum(p.numel() for p in params))
+        total = str(sum(p.numel() for p in params))
         for kind in ("fused", "foreach"):
             update = torch.optim.AdamW(params, fused=kind == "fused", foreach=kind == "foreach")
-            yield f"adamw_{kind}", sizes, name, update.step
-        yield "clip_grad_norm", sizes, name, partial(torch.nn.utils.clip_grad_norm_, params, 1.0)
+            yield f"adamw_{kind}", total, name, update.step
+        yield "clip_grad_norm", total, name, partial(torch.nn.utils.clip_grad_norm_, params, 1.0)

@@ -78,12 +78,13 @@ def test_one_order_of_sums_costs_backward_what_was_measured(gpu):
 
 
 def test_one_order_of_sums_costs_flash_attention_2_more_than_kernels_made_for_hopper():
-    rows = [x for x in lines(DATA / "kernels" / "sdpa_torch.csv") if x["ms_fixed"]]
     attention = load_hardware("h200-sxm").attention
-    assert len(rows) == 10 and attention.portable_fixed < attention.fixed - 0.2
-    assert median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows) == pytest.approx(
-        attention.portable_fixed, abs=0.02
-    )
+    assert attention.portable_fixed < attention.fixed - 0.2
+    for gpu, near in (("h200", 0.02), ("h100", 0.05)):  # set by the former
+        rows = [x for x in lines(DATA / "kernels" / "sdpa_torch.csv") if x["ms_fixed"] and x["gpu"] == gpu]
+        assert len(rows) == 10
+        lost = median(float(x["ms"]) / float(x["ms_fixed"]) for x in rows)
+        assert lost == pytest.approx(attention.portable_fixed, abs=near)
     hw = structs.replace(load_hardware("h200-sxm"), software=FrameworkCosts(portable_attention=True))
     plain, fixed = (structs.replace(hw, deterministic=x) for x in (False, True))
     flash = Kernel(KernelKind.ATTENTION, 10**13, 0, DType.BF16, (1, 32, 4096, 4096, 128, 128), "attention_backward")
@@ -92,15 +93,16 @@ def test_one_order_of_sums_costs_flash_attention_2_more_than_kernels_made_for_ho
     assert kernel_seconds(flash, own) < 0.5 * kernel_seconds(flash, fixed)
 
 
-def test_products_of_a_cold_cache():
-    """PyTorch's on one H200, measured by ourselves; nothing was fitted to them."""
+@pytest.mark.parametrize(("gpu", "short"), [("h200", -0.14), ("h100", -0.18)])
+def test_products_of_a_cold_cache(gpu, short):
+    """PyTorch's on one H200 and one H100, measured by ourselves; nothing was fitted to them."""
     for of, n in (("bf16_cold", 73), ("fp8_cold", 38)):
-        found = FOUND["gemm", "h200", of]
-        assert len(found) == n and -0.14 < median(found) < 0.0
-        assert median(sizes(SWAPPED, "gemm", "h200", of)) > 0.25
-    rows = lines(DATA / "kernels" / "gemm_torch.csv")
+        found = FOUND["gemm", gpu, of]
+        assert len(found) == n and short < median(found) < 0.0
+        assert median(sizes(SWAPPED, "gemm", gpu, of)) > 0.25
+    rows = [x for x in lines(DATA / "kernels" / "gemm_torch.csv") if x["gpu"] == gpu]
     large = [x for x in rows if x["dtype"] == "bf16_cold" and float(x["us"]) > 100]
-    hw = load_hardware("h200-sxm")
+    hw = load_hardware(f"{gpu}-sxm")
     assert len(large) > 15 and median(abs(gemm(x, hw) / seconds(x, "gemm") - 1) for x in large) < 0.11
 
 

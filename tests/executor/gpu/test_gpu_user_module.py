@@ -1,4 +1,4 @@
-"""A user's exported chunks run on a GPU: every tensor they make is there. Fake tensors know their device, and no values."""
+"""A user's exported chunks run on a GPU: what they make is there. Fake tensors know their device, and no values."""
 
 from collections.abc import Callable
 

@@ -38,7 +38,7 @@ def test_four_fifths_of_held_out_rows_lie_in_their_interval(of):
     assert held(asked, found, of, 0.3) < 0.6
 
 
-@pytest.mark.parametrize("of, least, most", [("time", 0.73, 0.76), ("memory", 0.69, 0.66)])
+@pytest.mark.parametrize("of, least, most", [("time", 0.73, 0.76), ("memory", 0.71, 0.69)])
 def test_so_do_those_of_a_table_that_nobody_has_seen(of, least, most):
     rows = published(of)
     found = [weighted(r.traits, [o for o in rows if o.table != r.table], of) for r in rows]
