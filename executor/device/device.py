@@ -142,9 +142,14 @@ class HostDevice:
         return _disable_current_modes()
 
 
+def made_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Tensors made inside are there, whatever device a user has made the default."""
+    return nullcontext() if torch.get_default_device() == device else device
+
+
 def on_host() -> AbstractContextManager[Any]:
-    """Tensors made inside are the host's, whatever device a user has made the default."""
-    return nullcontext() if torch.get_default_device() == HostDevice.torch else HostDevice.torch
+    """They are the host's."""
+    return made_on(HostDevice.torch)
 
 
 def on_gpu(x: Tensor) -> bool:

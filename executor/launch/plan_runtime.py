@@ -9,7 +9,7 @@ import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.checkpoint.settings import settled
-from executor.device.device import HostDevice
+from executor.device.device import HostDevice, made_on
 from executor.launch.step_log import loss_of, norm_of_ranks
 from executor.launch.torchrun import TorchrunRank, joined, rank_context
 from executor.modules.base import TokenLoss
@@ -167,8 +167,7 @@ class PlanRuntime:
         """In a call that all ranks make: what the loop's own code has switched on or off is not the plan's."""
         self._refuse_closed(what)
         mine = self._rank.device.torch
-        default = nullcontext() if torch.get_default_device() == mine else mine
-        with default, torch.inference_mode(False), torch.enable_grad(), torch.autocast(mine.type, enabled=False):
+        with made_on(mine), torch.inference_mode(False), torch.enable_grad(), torch.autocast(mine.type, enabled=False):
             both = self._tokens(*batch) if batch else ()
             self._agree(what, both)
             yield self._batches(*both, step=self.steps if what == "step" else 0) if both else {}
