@@ -7,6 +7,7 @@ from typing import Literal
 
 from ir.core.work import DType, Kernel, KernelKind, Work
 
+LISTS = frozenset({"update", "grad_norm", "clip"})  # kernels over lists of tensors
 OptimizerName = Literal["adamw", "sgd", "muon"]
 
 

@@ -10,6 +10,7 @@ import math
 from functools import lru_cache
 from typing import TypeVar
 
+from cost_models.compute.optimizer import LISTS
 from cost_models.hardware import DeviceHardware
 from cost_models.software.dispatcher import fp8_casts
 from ir.core.order import FloatArray
@@ -68,6 +69,8 @@ def traffic(kernel: Kernel, hw: DeviceHardware) -> float:
     factor = hw.software.traffic if spread else 1.0
     if hw.dispatcher is not None and kernel.label in SORTS:
         factor *= hw.dispatcher.permute
+    if kernel.label in LISTS:
+        factor /= hw.multi_tensor_efficiency.get(kernel.dtype.value, 1.0)
     if kernel.label.endswith(CAST):
         said = (x for name, x in fp8_casts()[hw.fp8_recipe].items() if kernel.label.removesuffix(CAST).endswith(name))
         factor *= next(said, 1.0) / hw.cast_efficiency
@@ -131,7 +134,7 @@ def main_share(kernel: Kernel, hw: DeviceHardware) -> float:
     if kernel.label.endswith(WEIGHT_GRAD) and hw.fp8_recipe == "blocks":
         main *= hw.gemm.weight_grad.get(kernel.dtype.value, 1.0)
     if hw.training:
-        main *= hw.gemm.sustained.get(kernel.dtype.value, 1.0)
+        main *= hw.gemm.sustained.get(kernel.dtype.value, 1.0) * hw.power_share
     elif hw.gemm.burst and hw.fp8_recipe == "tensor":
         main *= hw.gemm.burst.tensor_scaled.get(kernel.dtype.value, 1.0)
     return main
@@ -162,7 +165,7 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     """Share of peak of a fused attention kernel; forward and backward are told apart by their FLOPs (or the label)."""
     a = hw.attention
     written = (a.portable if hw.software.portable_attention else 1.0) / hw.software.attention
-    written *= a.sustained if hw.training else 1.0
+    written *= a.sustained * hw.power_share if hw.training else 1.0
     if not kernel.shape:
         return written * a.forward_efficiency * sms / hw.sms
     if len(kernel.shape) != 6 or min(kernel.shape) < 1:

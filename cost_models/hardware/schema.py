@@ -6,6 +6,7 @@ to published measurements (each preset names its sources per value). A measured 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -110,8 +111,12 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     peak_TFLOPs: dtype -> dense peak, 10^12 FLOP/s (fp32 is the non-tensor-core path, tf32 stands beside it).
     hbm_GiB: total memory as the driver reports it to a process (torch `get_device_properties().total_memory`).
     hbm_GBps: datasheet HBM bandwidth, 10^9 byte/s. sms: streaming multiprocessors (compute units).
+    rated_W: power limit at which all rates here hold. power_W: the limit that is set (`nvidia-smi -pl`), at most that;
+    null: rated. power_exponent: in training tensor cores get (power_W / rated_W) ** this of their rate, memory all.
     kernel_launch_us: device-side floor of one kernel with its gap. host_launch_us: what a launch costs the host.
     memory_efficiency, memory_ramp_KiB: share of HBM bandwidth a long elementwise kernel reaches; bytes lost to ramping.
+    multi_tensor_efficiency: dtype -> rate of kernels over lists of tensors (updates, norms of gradients and their
+    scaling) over that of elementwise ones; 1 where not named. Of 16 bits they move fewer bytes at a time.
     cast_efficiency: rate of kernels that scale and turn tensors for fp8, over that of elementwise ones. fp8_recipe: how
     they are cast where the framework does not say ("blocks", "tensor", "mxfp8": cost_models/software/casts.toml).
     context_MiB: CUDA context and modules. communicator_MiB: buffers of one communicator.
@@ -143,11 +148,15 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     hbm_GiB: Positive
     hbm_GBps: Positive
     sms: Count
+    rated_W: Positive | None = None
+    power_W: Positive | None = None
+    power_exponent: NonNegative = 0.0
     kernel_launch_us: NonNegative
     host_launch_us: NonNegative
     gemm: GemmKernel
     attention: AttentionKernel
     memory_efficiency: Share
+    multi_tensor_efficiency: dict[Dtype, Share] = {}
     cast_efficiency: Share = 1.0
     fp8_recipe: Fp8Recipe = "blocks"
     memory_ramp_KiB: NonNegative
@@ -209,6 +218,18 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     def hbm_bytes_per_s(self) -> float:
         return self.hbm_GBps * 1e9
 
+    @property
+    def power_share(self) -> float:
+        """What a power limit below the rated one leaves of tensor cores' rate in training.
+
+        >>> from cost_models.hardware import load_hardware
+        >>> [round(load_hardware("h100-sxm", {"power_W": w}).power_share, 2) for w in (500, 700)]
+        [0.79, 1.0]
+        """
+        if self.power_W is None or self.rated_W is None:
+            return 1.0
+        return math.pow(self.power_W / self.rated_W, self.power_exponent)
+
     def peak_flops(self, dtype: DType) -> float:
         """Dense peak of a dtype, FLOP/s. Raises PiperError (hardware): the device does not have it.
 
@@ -242,6 +263,9 @@ def check_consistent(hw: DeviceHardware, at: str = "") -> DeviceHardware:
     if list(hw.reserved_over_allocated) != sorted(hw.reserved_over_allocated) or hw.reserved_over_allocated[0] < 1:
         allowed = "low <= middle <= high, from 1 up"
         raise _bad(f"not {allowed}", f"{at}reserved_over_allocated", allowed, "[1.0, 1.04, 1.08]")
+    if hw.power_W is not None and (hw.rated_W is None or hw.power_W > hw.rated_W):
+        rated = f"at most {hw.rated_W:g}, at which {hw.name} was measured" if hw.rated_W else "nothing: no rated_W here"
+        raise _bad(f"{hw.power_W:g} W", f"{at}power_W", rated, f"without {at}power_W")
     for kind, sms in hw.comm_sms.items():
         if sms >= hw.sms:
             allowed = f"a number from 0 to below {hw.sms}"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.checkpoint.settings import settled
-from executor.device.device import HostDevice, made_on
+from executor.device.device import made_on, make_default
 from executor.launch.step_log import loss_of, norm_of_ranks
 from executor.launch.torchrun import TorchrunRank, joined, rank_context
 from executor.modules.base import TokenLoss
@@ -77,8 +77,7 @@ class PlanRuntime:
             self._lookout.start()
             everybody = ALL, tuple(range(place.world)), frozenset({MessageKind.ALL_GATHER})
             self._rank = RankRun.of(context, PlanRun(o, saving), [everybody])
-            if torch.get_default_device() != default:  # that of a rank is for its own calls
-                torch.set_default_device(None if default == HostDevice.torch else default)
+            make_default(default)  # that of a rank is for its own calls
         except BaseException as error:
             self._lookout.fall(error)  # does not return
         self._context = context
@@ -166,8 +165,9 @@ class PlanRuntime:
     def _call(self, what: str, *batch: Batch) -> Iterator[dict[int, PendingMicrobatch]]:
         """In a call that all ranks make: what the loop's own code has switched on or off is not the plan's."""
         self._refuse_closed(what)
-        mine = self._rank.device.torch
-        with made_on(mine), torch.inference_mode(False), torch.enable_grad(), torch.autocast(mine.type, enabled=False):
+        local, narrow = self._rank.local, torch.autocast(self._rank.device.torch.type, enabled=False)
+        assert local is not None
+        with made_on(local.default), torch.inference_mode(False), torch.enable_grad(), narrow:
             both = self._tokens(*batch) if batch else ()
             self._agree(what, both)
             yield self._batches(*both, step=self.steps if what == "step" else 0) if both else {}

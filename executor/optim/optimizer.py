@@ -3,7 +3,6 @@
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import overload
 
 import numpy as np
@@ -148,20 +147,24 @@ class Optimizer:
         weights = [self.masters.get(n, p) for n, p in self.params.items()]
         # The kernel knows scales of float32 alone, which float64 is not compared by.
         fused = self.config.name != "sgd" and all(on_gpu(w) and w.dtype is not torch.float64 for w in weights)
-        if fused and weights:
-            update = fused_adamw(self.config, self.lr, self.steps, scale, weights[0].device)
+        if fused:
+            fused_adamw(self.config, self.lr, self.steps, scale, self._updates(grads))
         else:
-            update = partial(self._in_stretches, scale)
+            for decay, tensors in self._updates(grads):
+                self._in_stretches(scale, decay, tensors)
+        for name in (n for n in self.params if n in self.matrices):
+            weight = self.masters.get(name, self.params[name])
+            self._matrix(name, weight, grads[name].view_as(weight).to(weight.dtype), scale)
+        if late := [n for n in self.masters if fused or n in self.matrices]:
+            torch._foreach_copy_([self.params[n] for n in late], [self.masters[n] for n in late])
+
+    def _updates(self, grads: Mapping[str, Tensor]) -> Iterator[tuple[float, Sequence[Tensor]]]:
+        """Weight decay, and (the parameter, the weight that is updated, its gradient, its moments), of one layout."""
         for name, own in self.params.items():
-            weight = self.masters.get(name, own)
-            if name in self.matrices:
-                self._matrix(name, weight, grads[name].view_as(weight).to(weight.dtype), scale)
-            else:
-                tensors = [own, weight, grads[name], *self.state[name].values()]
+            if name not in self.matrices:
+                tensors = [own, self.masters.get(name, own), grads[name], *self.state[name].values()]
                 for cut, decay in self.runs[name]:
-                    update(decay, tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors])
-            if weight is not own and (name in self.matrices or fused):
-                own.copy_(weight)
+                    yield decay, tensors if cut == slice(None) else [t.view(-1)[cut] for t in tensors]
 
     def _matrix(self, name: str, weight: Tensor, grad: Tensor, scale: float | Tensor) -> None:
         grad = grad * scale if self.config.clip_norm else grad

@@ -9,7 +9,7 @@ import torch
 
 from executor.autograd.compiled import CompiledParts, compile_parts
 from executor.autograd.stage import Stage
-from executor.device.device import Device, HostDevice, on_host
+from executor.device.device import Device, HostDevice, make_default, on_host
 from executor.device.placed import place
 from executor.modules.base import TORCH
 from executor.modules.choose import gathered_format, model_of, recomputed, remade_values
@@ -30,7 +30,10 @@ from ir.plan.plan import Plan
 
 @dataclass(frozen=True)
 class RankModel:
-    """What lives on one rank: stages, every parameter once (two uses are one tensor, one gradient), optimizer."""
+    """What lives on one rank: stages, every parameter once (two uses are one tensor, one gradient), optimizer.
+
+    default: where a step's tensors are made that say nothing. Ours all say it, code of a user's own may not.
+    """
 
     stages: dict[int, Stage]
     extras: dict[str, tuple[str, ...]]
@@ -40,6 +43,7 @@ class RankModel:
     shares: dict[str, ParamShard]
     guide: ExpertRouterGuide
     compiled: CompiledParts
+    default: torch.device
 
     @classmethod
     def of(
@@ -78,6 +82,8 @@ class RankModel:
         for p in built.params.values():
             p.data = p.data.contiguous()  # as buckets have them
         device.bind()
+        default = device.torch if isinstance(model, UserModel) and model.live else HostDevice.torch
+        make_default(default)
         units = [e.name for e in entries if e.stage in mine and job.run.compile and compiling is not None]
         compiled = compile_parts(prepared, built, units, device.torch, compiling)
         params: dict[str, torch.Tensor] = dict(built.params)
@@ -98,7 +104,7 @@ class RankModel:
         elsewhere = repeated(plan.graph) if region.tp.index else frozenset[str]()
         config = _sync_config(prepared, elsewhere, device.ahead)
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
-        return cls(stages, dict(built.extras), params, grads, sync, held, guide, compiled)
+        return cls(stages, dict(built.extras), params, grads, sync, held, guide, compiled, default)
 
     def kernels(self) -> RealKernels:
         return RealKernels(self.stages, self.extras, self.sync)

@@ -178,7 +178,7 @@ def torchtitan(line: Line, job: Table) -> Facts:
     if line["async_tp"] == "1" or "rowwise" in line["precision"]:
         return {"why": "asynchronous tensor parallelism, or scales of rows"}
     if "HBM2e" in line["gpu"]:
-        job["cluster"] = {"gpu": "h100-sxm", "hbm_GBps": 2400, "hbm_GiB": 95}
+        job["cluster"] = {"gpu": "h100-sxm", "hbm_GBps": 2400, "hbm_GiB": 95, "power_W": 500}
     kind = line["recompute"].partition(" (every")[0]  # the first of two layers is kept, the second made again
     some = {"recompute": "full", "recompute_layers": "1::2"} if kind == "selective layer" else {}
     job["schedule"] |= {"recompute": "operators"} if kind in ("selective op", "selective(op SAC)") else some

@@ -83,7 +83,7 @@ class UserModel:
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
         self.module = module if dtype is None else _cast(module, dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
-        self._tagged = bool(tags)
+        self.live = not tags  # its code runs as it stands, and may make tensors without saying where
         shard = shard or ModelShard()
         divided = shard.region if shard.region.tp.size > 1 else None
         if divided is not None and not tags:
@@ -122,7 +122,7 @@ class UserModel:
             return self._try(*self._batch, lambda _, chunk, x: outputs(chunk(*x)))
 
         found = self._cut.idle
-        if not self._tagged:  # an exported graph says it itself
+        if self.live:  # an exported graph says it itself
             with TRACING:
                 found = unreached(forward, self.module)
         return tuple(n for k, n in self._names.items() if k in found)
@@ -202,9 +202,9 @@ class UserModel:
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
         for name, module in self.module.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not self._tagged:
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and self.live:
                 raise _cannot(f"{name} drops out", "dropout of a model cut by path", 'tags = { PP = "…" }')
-            if self._tagged and (module._backward_hooks or module._backward_pre_hooks):
+            if not self.live and (module._backward_hooks or module._backward_pre_hooks):
                 raise _cannot(f"{name} has a hook of its gradient", "an exported graph, without hooks", "leave it out")
             if getattr(module, "track_running_stats", False):
                 raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
@@ -231,7 +231,7 @@ class UserModel:
         Raises PiperError (model): a chunk's result depends on more than parameters and inputs.
         """
         with TRACING:
-            again = self._cut if self._tagged else cut(self.module)  # what was exported is code without a host
+            again = cut(self.module) if self.live else self._cut  # what was exported is code without a host
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
                 raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
@@ -248,7 +248,7 @@ class UserModel:
         for name, found in self.routed.items():
             if left > 0:  # of large ones those of the first layers
                 left -= refuse_unlike_experts(f"{name}'s experts", self._experts[name], found, ep, MOST_FOR_EXPERTS)
-        if not self._tagged:
+        if self.live:
             return
         batch, modules = self._batch, [copy_of(self._fresh) for _ in range(2)]
         ids = (torch.arange(prod(batch), device="cpu") % words).view(batch)

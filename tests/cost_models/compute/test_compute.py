@@ -42,6 +42,16 @@ def test_a_large_gemm_runs_at_the_sustained_rate(preset: str, dtype: DType, low:
     assert low < tflops(gemm(8192, 8192, 8192, dtype), preset) < high
 
 
+@pytest.mark.parametrize("kernel", [gemm(16384, 16384, 16384, DType.BF16), flash(1, 32, 65536, 128, 128)])
+def test_a_lower_power_limit_slows_arithmetic_in_training_alone(kernel: Kernel) -> None:
+    full, half = (load_hardware("h100-sxm", {"power_W": w, "power_exponent": 0.5}) for w in (700, 350))
+    assert kernel_seconds(kernel, full.in_training()) == kernel_seconds(kernel, H100.in_training())
+    slower = kernel_seconds(kernel, half.in_training()) / kernel_seconds(kernel, full.in_training())
+    assert slower == pytest.approx(2**0.5, rel=0.02)
+    assert kernel_seconds(kernel, half) == kernel_seconds(kernel, full), "a burst is over before the limit holds"
+    assert kernel_seconds(moves(1e9), half.in_training()) == kernel_seconds(moves(1e9), full.in_training())
+
+
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP32, DType.FP64])
 def test_a_huge_gemm_nears_the_asymptote(dtype: DType) -> None:
     n = 2**17

@@ -39,11 +39,20 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
     assert hw.name == name
     optional = {"nvlink_pair_GBps", "nvlink_sharp_efficiency", "comm_sms", "comm_hbm", "leaf_nodes", "oversubscription"}
     optional |= {"nic_congestion", "cast_efficiency", "nvlink_few", "nvlink_ramp_KiB", "host_GBps"}
-    optional |= {"comm_slowed", "all_to_all_spread", "fp8_recipe"}
+    optional |= {
+        "comm_slowed",
+        "all_to_all_spread",
+        "fp8_recipe",
+        "multi_tensor_efficiency",
+        "power_W",
+        "rated_W",
+        "power_exponent",
+    }
     of_jobs = {"software", "dispatcher", "training", "deterministic"}
     keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", *of_jobs}
     assert keys - optional <= set(hw.sources), "a value without a source"
     assert set(hw.sources) <= keys, "a source without a value"
+    assert hw.rated_W is None or {"rated_W", "power_exponent"} <= set(hw.sources)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +75,12 @@ def test_overrides_win_and_merge_tables() -> None:
     hw = load_hardware("h100-sxm", {"nic_Gbps": 100, "attention": {"ramp_tokens": 7}})
     assert (hw.nic_Gbps, hw.attention.ramp_tokens, hw.attention.forward_efficiency) == (100, 7, 0.62)
     assert load_hardware("h100-sxm").nic_Gbps == 400, "an override leaks into the preset"
+
+
+@pytest.mark.parametrize("name, told", [("h100-sxm", "at most 700"), ("cpu", "no rated_W")])
+def test_a_power_limit_is_one_that_the_rates_are_known_below(name: str, told: str) -> None:
+    error = refused(name, {"power_W": 701})
+    assert error.key == "cluster.power_W" and told in str(error)
 
 
 def test_a_file_may_start_from_a_preset(tmp_path: Path) -> None:

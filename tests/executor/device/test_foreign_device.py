@@ -25,6 +25,7 @@ from executor.measure.peak_bytes import peaks
 from executor.modules.hub_weights import HubCheckpoint
 from executor.optim import flat
 from executor.parallel.shares import ParamShard, ShardCut
+from executor.runtime import rank_model
 from executor.runtime.given import given_name, given_text
 from executor.runtime.spec import PlanRun
 from executor.runtime.worker import LocalRanks, RankContext
@@ -49,6 +50,13 @@ def usual() -> None:
     """A CPU is the default."""
 
 
+@pytest.fixture
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but what our code says of each tensor decides."""
+    monkeypatch.setattr(HostDevice, "bind", lambda self: None)
+    monkeypatch.setattr(rank_model, "make_default", lambda device: None)
+
+
 def _both(told: Callable[[Path, Callable[[], None]], Any], folder: Path) -> list[Any]:
     """What is told with a CPU as this thread's default device, and with another."""
     out = list[Any]()
@@ -68,14 +76,14 @@ QUICK = "tied", "shared experts", "cp"
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
-def test_a_run_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostDevice, "bind", lambda self: None)  # so that nothing but what our code says decides
+@pytest.mark.usefixtures("unbound")
+def test_a_run_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path) -> None:
     plain, other = _both(lambda folder, first: resumed(folder, *RUNS[name], first=first), tmp_path)
     assert plain == other
 
 
-def test_no_kernels_but_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostDevice, "bind", lambda self: None)
+@pytest.mark.usefixtures("unbound")
+def test_no_kernels_but_messages(tmp_path: Path) -> None:
 
     def told(folder: Path, first: Callable[[], None]) -> Any:
         spec = PlanRun(JobRunOptions(1, 1, backend="local", emulate=0.0))
@@ -87,8 +95,8 @@ def test_no_kernels_but_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("by", ["modules", "kernels"])
-def test_calibration(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostDevice, "bind", lambda self: None)
+@pytest.mark.usefixtures("unbound")
+def test_calibration(by: str, tmp_path: Path) -> None:
     prepared, plan = judged(tmp_path, "parallel.dp=2", "parallel.zero=3", "schedule.recompute=full")
     names = [[*key, found] for key, found in names_of(plan).items()]
     size = {"names": names, "pieces": msgspec.to_builtins(recipes(plan)[0]) if by == "kernels" else []}
@@ -112,8 +120,8 @@ def test_calibration(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert plain == other and all(links for _, links in plain)
 
 
-def test_peak_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostDevice, "bind", lambda self: None)
+@pytest.mark.usefixtures("unbound")
+def test_peak_bytes(tmp_path: Path) -> None:
     given = judged(tmp_path, *RUNS["two ranks"])
 
     def told(folder: Path, first: Callable[[], None]) -> Any:
@@ -157,8 +165,8 @@ def test_a_user_s_forward_makes_tensors_where_the_rank_computes() -> None:
     assert _apart(told) == [0, 1]
 
 
+@pytest.mark.usefixtures("unbound")
 def test_a_tensor_that_says_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostDevice, "bind", lambda self: None)
     mine = SimpleNamespace(**{**vars(torch), "zeros": lambda *size, device=None, **more: torch.zeros(*size, **more)})
     monkeypatch.setattr(flat, "torch", mine)
     with pytest.raises((RuntimeError, NotImplementedError)):

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from ir.job.build import PreparedJob, prepare
 from ir.job.schema import JobOptimizer
 from tests.executor.frontend.models import small_net
 from tests.executor.reference import ReferenceSteps, train
-from tests.executor.runs import distance, merged, two_steps
+from tests.executor.runs import distance, job_file, merged, two_steps
 
 NORM = "        self.norm = nn.LayerNorm(WIDTH)\n"
 JOB = """
@@ -108,6 +109,27 @@ def test_a_rank_keeps_the_values_of_its_own_stages_only(tmp_path: Path, monkeypa
         assert alive == set(local.params) and all(p.numel() for p in local.params.values())
         held.append(len(alive))
     assert sum(held) == len(built[0].shapes)
+
+
+class _Elsewhere(HostDevice):
+    """The host by another name, as a GPU has one."""
+
+    torch = torch.device("cpu", 0)
+
+
+def test_only_code_of_the_user_s_own_has_another_default_device(tmp_path: Path) -> None:
+    """Each call of torch pays for it (`executor.device.device.make_default`)."""
+
+    def default(job: str) -> torch.device:
+        with ThreadPoolExecutor(1) as pool:  # a default is a thread's
+            of, prepared = rank_model.RankModel.of, _prepared(job)
+            local = pool.submit(of, prepared, prepared.plan(), 0, _Elsewhere()).result()
+            assert pool.submit(torch.get_default_device).result() == local.default
+        return local.default
+
+    (tmp_path / "ours").mkdir()
+    ours = job_file(tmp_path / "ours")
+    assert default(_job(tmp_path)) == _Elsewhere.torch and default(str(ours)) == HostDevice.torch
 
 
 def _prepared(job: str, *sets: str) -> PreparedJob:
