@@ -66,14 +66,10 @@ def weights_of(job: Job) -> HubCheckpoint | None:
 
 
 def check_weights(prepared: PreparedJob) -> None:
-    """Raise PiperError (io) where `[model] weights` are not those of the job's model."""
+    """Raise PiperError (io): `[model] weights` are not those of the job's model. A user's module checks its own."""
     job, moe = prepared.job, prepared.config.moe
-    if (found := weights_of(job)) is None:
+    if (found := weights_of(job)) is None or job.model.module is not None:
         return
-    if job.model.module is not None:
-        message, allowed = "a module of your own makes its first values itself", "nothing beside model.module"
-        fix = "from_pretrained, in what [model] module names"
-        raise PiperError(ErrorKind.JOB, message, key="model.weights", allowed=allowed, suggestion=fix)
     shapes = {p.name: p.shape for e in prepared.base.entries for p in e.part.params}
     found.check(shapes, biases(shapes, moe.scoring if moe else None))
 
@@ -121,12 +117,14 @@ def _users(
         tags=job.model.tags,
         batch=(job.schedule.microbatch_size, job.model.seq_len),
         shard=ModelShard(divided, job.model.tp_plan, *next(((c.count, c.index) for c in cuts), (1, 0))),
+        values=weights_of(job),
     )
     model.refuse_training()
     graph = {p.name: p.shape for e in entries for p in e.part.params}
     if model.chunks != tuple(parts) or model.shapes != graph:
         raise _another(job.model.graph or "", reference, model, tuple(parts), graph)
     if region is None:  # once, before any rank starts
+        model.check_values()
         model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
         model.refuse_unlike(prepared.config.vocab, prepared.mesh.sizes["ep"])
     last = prepared.stages - 1

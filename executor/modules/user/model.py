@@ -1,16 +1,20 @@
 """A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
+from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
@@ -36,7 +40,9 @@ from executor.modules.user.routed import (
     mark_experts,
     refuse_unlike_experts,
 )
+from executor.modules.valueless import Valueless
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
+from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import run_file
 from ir.graph import expert_rows
@@ -48,7 +54,8 @@ MOST_FOR_EXPERTS = 2 * 10**8  # of a layer's: transformers may copy as many weig
 class UserModel:
     """A module with its own initialisation, made under one seed, so every rank makes the same. It is annotated, or
     tags say by module path where its layers are; then it is exported for microbatches of `batch`, sequences and tokens.
-    shard: what this rank has of it.
+    shard: what this rank has of it. values: the files that have its parameters' values; none are drawn, and a rank
+    reads those of its own chunks when it keeps them.
 
     >>> from executor.modules.user.annotate import annotate
     >>> class Net(nn.Module):
@@ -73,15 +80,19 @@ class UserModel:
         tags: Mapping[str, str] | None = None,
         batch: tuple[int, int] = (1, 1),
         shard: ModelShard | None = None,
+        values: HubCheckpoint | None = None,
     ) -> None:
         assert callable(build)
+        self._values, none = values, Valueless()
+        blank: Callable[[], AbstractContextManager[Any]] = nullcontext if values is None else none.building
         with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            with host_seeded(seed):
+            with host_seeded(seed), blank():
                 module = _built(build)
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
-        self.module = module if dtype is None else _cast(module, dtype)
+        with blank():
+            self.module = module if dtype is None else _cast(module, dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
         self.live = not tags  # its code runs as it stands, and may make tensors without saying where
         shard = shard or ModelShard()
@@ -89,11 +100,17 @@ class UserModel:
         if divided is not None and not tags:
             message, fix = "annotated code is not divided over tp", 'tags = { PP = "model.layers.*" }'
             raise job_error("parallel.tp", message, fix, "1 without tags")
-        experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
+        with blank():
+            experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
         with TRACING, host_seeded(seed):
             whole = None if divided is None else shapes_of(self.module, *batch)
-        self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
+        with blank():
+            self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
+        none.refuse_made(self.module)
+        self._stacked = {id(p): shard for part in experts for p in part.parameters()}
         self._names = {id(p): n for n, p in self.module.named_parameters()}
+        saved = self.module.state_dict(keep_vars=True)
+        self._buffers = {id(t): n for n, t in self.module.named_buffers() if n in saved and t.is_floating_point()}
         held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
         self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):
@@ -198,6 +215,27 @@ class UserModel:
         for t in (*self.module.parameters(), *self.module.buffers()):
             if id(t) not in mine:
                 t.data = t.data.new_empty(0)
+        self._fill(*kept)
+
+    def check_values(self) -> None:
+        """Raise PiperError (io): the files have other tensors than its parameters and the buffers that are saved."""
+        if self._values is not None:
+            sizes = {id(t): tuple(t.shape) for t in self.module.buffers()}
+            self._values.check(self.shapes, {n: sizes[i] for i, n in self._buffers.items()})
+
+    def _fill(self, *parts: nn.Module) -> None:
+        """What the files have of them, as far as this rank holds it. Raises PiperError (io)."""
+        if self._values is None:
+            return
+        tp, named = self._region.tp, self._names | self._buffers
+        for t in {id(t): t for m in parts for t in (*m.parameters(), *m.buffers()) if id(t) in named}.values():
+            name = named[id(t)]
+            shape, cuts = self.shapes.get(name, tuple(t.shape)), list[ShardCut]()
+            if (shard := self._stacked.get(id(t))) is not None:
+                cuts.append(ShardCut(0, shard.index, shard.ep, shape[:1]))
+            if name in self.dims:
+                cuts.append(ShardCut(self.dims[name], tp.index, tp.size, (shape[self.dims[name]],)))
+            t.data.copy_(self._values.read(name, ParamShard(shape, tuple(cuts)), t.dtype))
 
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
@@ -247,6 +285,7 @@ class UserModel:
         left = MOST_PRODUCTS
         for name, found in self.routed.items():
             if left > 0:  # of large ones those of the first layers
+                self._fill(self._experts[name])
                 left -= refuse_unlike_experts(f"{name}'s experts", self._experts[name], found, ep, MOST_FOR_EXPERTS)
         if self.live:
             return
@@ -263,6 +302,7 @@ class UserModel:
             )
         short = sum(prod(shape) for shape in self.shapes.values()) * ids.numel() <= MOST_PRODUCTS
         if short and self._region.tp.size == 1 and not self._cut.wants_draws:
+            self._fill(self.module)
             with TRACING:
                 refuse_unlike(
                     lambda: logits_of(modules[1](ids, **given), batch),
@@ -302,13 +342,22 @@ class TokenShapeChunk(nn.Module):
 
 
 def _built(build: Callable[[], object]) -> object:
-    """Raises PiperError (model): it asks for values where tensors have none, as in a capture."""
+    """Raises PiperError (model): it fails, or asks for values where tensors have none, as in a capture."""
     try:
         return build()
+    except PiperError:
+        raise
     except DataDependentOutputException as error:
         message = f"build() asks for values ({error}), and it is captured without any"
         fix = "orthogonal(…, use_trivialization=False), say; or piper_sim.capture(build(), …), and model.graph"
         raise model_error(message, fix, "a build() that goes by sizes alone", "model.module") from error
+    except Exception as error:
+        line, fix = traceback.extract_tb(error.__traceback__)[1:2], None
+        at = f" ({Path(line[0].filename).name}:{line[0].lineno})" if line else ""
+        if "FakeTensor" in str(error):
+            fix = "the class from its config, and model.weights = the folder, for what from_pretrained reads"
+        message = f"build() failed: {type(error).__name__}: {str(error)[:200]}{at}"
+        raise model_error(message, fix, "a function that returns a torch.nn.Module", "model.module") from error
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

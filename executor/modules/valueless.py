@@ -1,0 +1,120 @@
+"""Building a module whose values come from files: parameters that nobody writes to take no memory until they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_map
+
+from executor.device.memory import OpWatch, tensors_of
+from executor.modules.user.annotate import model_error
+
+_NEW = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")  # of sizes, not of values
+
+
+class Valueless(OpWatch):
+    """What is written into a module's parameters inside is not, and what is computed from them is not, either: memory
+    that the operating system has given, and nobody has touched, is none.
+
+    >>> with Valueless().building() as mode:
+    ...     net = nn.Linear(4, 4)
+    ...     narrow = net.weight.to(torch.bfloat16)
+    >>> mode.without(net.weight), mode.without(narrow), mode.without(torch.ones(2))
+    (True, True, False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}  # weak: their addresses are not given again while these live
+
+    @contextmanager
+    def building(self) -> Iterator[Self]:
+        """Modules are made, cut and cast inside."""
+        _BUILDS.mode = self
+        try:
+            with self:
+                yield self
+        finally:
+            del _BUILDS.mode
+
+    def note(self, tensor: Tensor) -> None:
+        """Its values are not there."""
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def without(self, tensor: Tensor) -> bool:
+        """Whether its values mean nothing."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(map(self.without, tensors_of([args, kwargs]))) or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        schema, name = func._schema, func._schema.name.partition("::")[2]
+        if name.endswith(_NEW) or any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
+            return func(*args, **kwargs)
+        written = _written(schema, args, kwargs)
+        for tensor in tensors_of(written):
+            self.note(tensor)
+        if written:
+            return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
+        return self._sized(func, name, args, kwargs)
+
+    def _sized(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Results of the sizes that they would have."""
+        try:
+            made = func(*tree_map(_meta, args), **tree_map(_meta, dict(kwargs)))
+        except (RuntimeError, NotImplementedError) as error:
+            raise _asks(name) from error
+        return tree_map(lambda x: self._blank(x, name), made)
+
+    def _blank(self, like: object, name: str) -> Tensor:
+        if not isinstance(like, Tensor):  # a number
+            raise _asks(name)
+        blank = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
+        self.note(blank)
+        return blank
+
+    def refuse_made(self, module: nn.Module) -> None:
+        """Raise PiperError (model): what a module holds beside its parameters was computed from them."""
+        params = {id(p) for p in module.parameters()}
+        for path, part in module.named_modules():
+            for name, t in {**vars(part), **part._buffers}.items():
+                if isinstance(t, Tensor) and id(t) not in params and self.without(t):
+                    raise _asks(f"{path}.{name}".lstrip("."))
+
+
+_BUILDS = threading.local()  # mode: of the thread that builds
+
+
+def _registered(module: nn.Module, name: str, param: Tensor | None) -> None:
+    mode: Valueless | None = getattr(_BUILDS, "mode", None)
+    if mode is not None and param is not None:
+        mode.note(param)
+
+
+register_module_parameter_registration_hook(_registered)  # once: threads that make modules walk through torch's table
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an op writes to."""
+    given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    return [given[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in given]
+
+
+def _meta(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    return torch.device("meta") if isinstance(x, torch.device) else x
+
+
+def _asks(what: str) -> Exception:
+    message = f"build() reads the values of parameters ({what}), which model.weights has"
+    fix = "from_pretrained in build(), and no model.weights"
+    return model_error(message, fix, "a build() that goes by sizes alone", "model.weights")
