@@ -85,13 +85,14 @@ class RankWaits:
     def __init__(self, asked: OpBlame, program: int) -> None:
         self.asked, self.chain, self.program = asked, asked.chain, program
         self.walked, self.starts = asked.walked, len(asked.chain.start)
-        e, load = asked.excess, asked.excess.load[asked.chain.program]
-        # [op] whether it can have taken too long: most have not, and need not be asked each by itself.
-        self.late = np.logical_or.reduce(
-            [(load > e.load[program]) & (e.even > 0), *(e.over[x] != 0 for x in REMOVED)]
-        ).tolist()
+        e = asked.excess
+        # [item] share of it that its rank has more to do than this one.
+        self.more = e.more(program)[e.work, np.tile(self.chain.program, 2)]
+        # [item] whether it can have taken too long: most have not, and need not be asked each by itself.
+        over = np.logical_or.reduce([e.over[x] != 0 for x in REMOVED])
+        self.late = ((self.more * e.even > 0) | np.append(over, np.zeros_like(over))).tolist()
         self.idle = StepIdle()
-        self.left: dict[int, list[tuple[str, int]]] = {}  # op -> what is still to be explained by it, last first
+        self.left: dict[int, list[tuple[str, int]]] = {}  # item -> what is still to be explained by it, last first
         self.skip: dict[int, int] = {}  # node that explains nothing -> the next that may
 
     def explain(self, lo: int, hi: int, node: int, phase: str) -> None:
@@ -138,7 +139,7 @@ class RankWaits:
         """((cause, op), ticks) of what took too long on the way to `node`, not more than wanted, each tick once."""
         node = self._stop(node)
         while wanted > 0 and node >= 0:
-            op = self.walked.main[node % self.chain.ops]
+            op = self._item(node)
             left = self.left[op]
             while wanted > 0 and left:
                 cause, ticks = left.pop()
@@ -146,7 +147,7 @@ class RankWaits:
                 if given < ticks:
                     left.append((cause, ticks - given))
                 wanted -= given
-                yield (cause, op), given
+                yield (cause, op % self.chain.ops), given
             node = self._stop(node)
 
     def _stop(self, node: int) -> int:
@@ -156,25 +157,29 @@ class RankWaits:
             if (further := self.skip.get(node)) is not None:
                 node = further
                 continue
-            if node < self.starts:
-                if c.computes[node % ops] == self.program:
-                    node = -1
-                    break
-                if self.late[main := c.main[node % ops]] and self._left(main):
-                    break
+            if node < self.starts and c.computes[node % ops] == self.program:
+                node = -1
+                break
+            if self.late[item := self._item(node)] and self._left(item):
+                break
             passed.append(node)
             node = c.before[node]
         self.skip.update(dict.fromkeys(passed, node))
         return node
 
-    def _left(self, op: int) -> list[tuple[str, int]]:
-        if op not in self.left:
-            e, p = self.asked.excess, self.chain.program[op]
-            mine, its = int(e.load[self.program]), int(e.load[p])
-            more = int(e.even[op]) * (its - mine) // its if its > mine else 0
-            found = [("split", more), *((x, int(e.over[x][op])) for x in reversed(REMOVED))]
-            self.left[op] = [f for f in found if f[1]]
-        return self.left[op]
+    def _item(self, node: int) -> int:
+        ops = self.chain.ops
+        return self.walked.main[node % ops] if node < self.starts else ops + node % ops
+
+    def _left(self, item: int) -> list[tuple[str, int]]:
+        """More to do makes all else that is wrong last longer, and the other way round: half of that is either's."""
+        if item not in self.left:
+            e, more = self.asked.excess, float(self.more[item])
+            over = {x: int(e.over[x][item]) for x in reversed(REMOVED)} if item < self.chain.ops else {}
+            found = [("split", int(more * (int(e.even[item]) + sum(over.values()) / 2)))]
+            found += [(x, int(n * (1 - more / 2))) for x, n in over.items()]
+            self.left[item] = [f for f in found if f[1]]
+        return self.left[item]
 
 
 def idle_ticks(asked: OpBlame, program: int) -> StepIdle:

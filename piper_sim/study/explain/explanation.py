@@ -141,7 +141,8 @@ def blame_of(p: Prediction) -> OpBlame:
     copies = p.planned.classes.count
     forward, backward = covering(p.plan, lambda n: n.kind is Pass.F), covering(p.plan, lambda n: n.kind in BACKWARD)
     filled, drained = phases(chain, np.tile(forward, copies), np.tile(backward, copies))
-    return OpBlame(chain, excess_of(p.planned, p.costs), own, own[chain.main], filled, drained)
+    excess = excess_of(p.planned, p.costs, scenario, chain)
+    return OpBlame(chain, excess, own, own[chain.main], filled, drained)
 
 
 def apportioned(parts: Mapping[K, int], divisor: int, total: int | None = None) -> dict[K, int]:
