@@ -86,8 +86,8 @@ class RankWaits:
         self.asked, self.chain, self.program = asked, asked.chain, program
         self.walked, self.starts = asked.walked, len(asked.chain.start)
         e = asked.excess
-        # [item] share of it that its rank has more to do than this one.
-        self.more = e.more(program)[e.work, np.tile(self.chain.program, 2)]
+        # [item] share of it that its rank has more to do than this one; of this one's own, than ranks in the mean.
+        self.more = np.where(np.tile(self.chain.program, 2) == program, e.uneven, e.more(program))
         # [item] whether it can have taken too long: most have not, and need not be asked each by itself.
         over = np.logical_or.reduce([e.over[x] != 0 for x in REMOVED])
         self.late = ((self.more * e.even > 0) | np.append(over, np.zeros_like(over))).tolist()

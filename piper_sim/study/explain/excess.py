@@ -1,7 +1,8 @@
 """What ops take too long, and why: the same plan priced again without slow ranks, uneven routing, slow links."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from piper_sim.study.explain.chain import OpChain, chain_of, ticks
 from piper_sim.study.planned import PlannedJob
 
 REMOVED = ("straggler", "expert_skew", "link")  # in the order in which they are taken away
+NOTHING, PASSES, STEP, HOST = range(4)  # what ranks divide: passes, what is once per step, launches
 INNER = [CostShare.TP, CostShare.CP]
 _LINK_KEYS = ("nvlink_", "nic_", "dispatch_", "oversubscription", "collective_launch_us")
 
@@ -29,24 +31,32 @@ class OpExcess:
     """Ticks by op of the unfolded plan.
 
     over: cause of `REMOVED` -> what the op takes longer because of it, messages inside it too. inner: the same of its
-    messages inside alone; rest: what these take anyway. load: [work, program] what a program has to do in a step with
-    none of the causes; even: [item] what of that is this item's, work: which row. Items are ops and, behind them, their
-    dispatches. recomputed: [op] share of an op that is forward done again.
+    messages inside alone; rest: what these take anyway. even: [item] what it takes with none of the causes; items are
+    ops and, behind them, their dispatches. work: [item] what it is part of; unit: [item] ticks of all of that; fair:
+    [work, program] what a program has of it. recomputed: [op] share of an op that is forward done again.
     """
 
     over: dict[str, IntArray]
     inner: dict[str, IntArray]
     rest: IntArray
-    load: IntArray
     even: IntArray
     work: IntArray
+    unit: FloatArray
+    fair: FloatArray
     recomputed: FloatArray
 
     def more(self, program: int) -> FloatArray:
-        """[work, program] share of it that the program has more to do than this one; of its own, than the mean."""
-        mine = np.repeat(self.load[:, program : program + 1].astype(np.float64), self.load.shape[1], axis=1)
-        mine[:, program] = self.load.mean(axis=1)
-        return np.divide(np.maximum(self.load - mine, 0), self.load, out=np.zeros_like(mine), where=self.load > 0)
+        """[item] share of it that is more than this program has to do."""
+        return self._beyond(self.fair[:, program])
+
+    @cached_property
+    def uneven(self) -> FloatArray:
+        """[item] share of it that is more than programs have to do in the mean."""
+        return self._beyond(self.fair.mean(axis=1))
+
+    def _beyond(self, fair: FloatArray) -> FloatArray:
+        rest = np.maximum(self.unit - fair[self.work], 0)
+        return np.divide(rest, self.unit, out=np.zeros_like(rest), where=self.unit > 0)
 
 
 def excess_of(p: PlannedJob, costs: OpCosts, scenario: EngineScenario, chain: OpChain) -> OpExcess:
@@ -68,8 +78,15 @@ def excess_of(p: PlannedJob, costs: OpCosts, scenario: EngineScenario, chain: Op
         worlds.append(model.price(plan, p.classes))
         if scenario.links is not None:
             queued = np.maximum(_queued(chain, costs.duration) - _queued_in(p, model, worlds[-1].duration), 0)
-    found = _differences(plan, p.classes.count, worlds, ticks(scenario.host.launch) if scenario.host else 0 * queued)
-    return replace(found, over={**found.over, "link": found.over["link"] + queued})
+    over, inner, rest = _differences(worlds)
+    over["link"] += queued
+    launch = ticks(scenario.host.launch) if scenario.host else 0 * queued
+    work = np.append(np.tile(_works(plan), p.classes.count), np.full(len(launch), HOST))
+    # A late host at a rank with more to launch is two causes, each of which doubles the other: half of it is either's.
+    even = np.append(ticks(worlds[-1].duration), launch // 2) * (work != NOTHING)
+    again, whole = ticks(costs.shares[:, CostShare.RECOMPUTE]), ticks(costs.duration)
+    recomputed = np.divide(again, whole, out=np.zeros(len(again)), where=whole > 0)
+    return OpExcess(over, inner, rest, even, work, *_divided(p, chain.program, work, even), recomputed)
 
 
 def _queued_in(p: PlannedJob, model: CostModel, duration: FloatArray) -> IntArray:
@@ -103,7 +120,8 @@ def _model(p: PlannedJob, job: Job, hardware: DeviceHardware) -> CostModel:
     return CostModel(replace(p.prepared, job=job), hardware)
 
 
-def _differences(plan: Plan, copies: int, worlds: list[OpCosts], launch: IntArray) -> OpExcess:
+def _differences(worlds: Sequence[OpCosts]) -> tuple[dict[str, IntArray], dict[str, IntArray], IntArray]:
+    """`over`, `inner` and `rest` of `OpExcess`."""
     whole = [ticks(w.duration) for w in worlds]
     inside = [ticks(w.shares[:, INNER].sum(axis=1)) for w in worlds]
     over = {c: np.maximum(whole[k] - whole[k + 1], 0) for k, c in enumerate(REMOVED)}
@@ -111,18 +129,30 @@ def _differences(plan: Plan, copies: int, worlds: list[OpCosts], launch: IntArra
     for k, c in enumerate(REMOVED):
         inner[c] = np.clip(inside[k] - inside[k + 1], 0, rest)
         rest = rest - inner[c]
-    compute, once = plan.kind == OpKind.COMPUTE, covering(plan, lambda n: n.once)
+    return over, inner, rest
+
+
+def _works(plan: Plan) -> IntArray:
+    """[op] what it is part of; transfers are of nothing."""
+    nodes = plan.graph.nodes
+    passes = [bool(s.covers) and not any(nodes[n].once for n, _ in s.covers) for s in plan.shapes]
     sent = (plan.kind == OpKind.SEND) | (plan.kind == OpKind.RECV)
-    kind = np.select([sent, compute & ~once], [-1, 0], 1)
-    work = np.append(np.tile(kind, copies), np.full(len(launch), 2))
-    # A late host at a rank with more to launch is two causes, each of which doubles the other: half of it is either's.
-    even = np.append(np.where(work[: len(launch)] < 0, 0, whole[-1]), launch // 2)
-    program = (plan.program + plan.programs * np.arange(copies)[:, None]).ravel()
-    load = np.zeros((3, plan.programs * copies), dtype=np.int64)
-    np.add.at(load, (work, np.tile(program, 2)), even)
-    again = ticks(worlds[0].shares[:, CostShare.RECOMPUTE])
-    recomputed = np.divide(again, whole[0], out=np.zeros(len(again)), where=whole[0] > 0)
-    return OpExcess(over, inner, rest, load, even, work, recomputed)
+    return np.select([sent, np.array(passes)[plan.shape]], [NOTHING, PASSES], STEP)
+
+
+def _divided(p: PlannedJob, program: IntArray, work: IntArray, even: IntArray) -> tuple[FloatArray, FloatArray]:
+    """`unit` and `fair`: passes are compared by a stage's microbatch, all else by what a program has in a step."""
+    plan = p.plan
+    stage = np.array([plan.graph.nodes[s.covers[0][0]].stage if s.covers else 0 for s in plan.shapes])[plan.shape]
+    stages = program // plan.programs * plan.graph.stages + np.tile(stage, p.classes.count)
+    program, stages = np.tile(program, 2), np.tile(stages, 2)
+    whole = HOST + 1
+    of = np.where(work == PASSES, stages, program) * whole + work
+    unit = np.bincount(of, even)[of] / np.where(work == PASSES, p.prepared.mbs, 1)
+    parts = np.divide(even, unit, out=np.zeros_like(unit), where=unit > 0)
+    had, units = (np.bincount(program * whole + work, x, whole * (int(program[-1]) + 1)) for x in (even, parts))
+    fair = np.divide(had, units, out=np.zeros_like(had), where=units > 0)
+    return unit, fair.reshape(-1, whole).T
 
 
 def covering(plan: Plan, wanted: Callable[[GraphNode], bool]) -> BoolArray:

@@ -188,8 +188,8 @@ class _Step:
         zero = {c: np.zeros(n, dtype=np.int64) for c in REMOVED}
         even = own - over["straggler"]
         none = np.zeros(n, dtype=np.int64)
-        load = usual.astype(np.int64)[None]
-        return OpExcess(over, zero, none, load, np.append(even, none), np.append(none, none), np.zeros(n))
+        work, unit = np.append(none, none), np.tile(usual[self.program], 2)
+        return OpExcess(over, zero, none, np.append(even, none), work, unit, usual[None].astype(np.float64), np.zeros(n))
 
 
 def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:
