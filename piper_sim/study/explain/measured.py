@@ -188,8 +188,8 @@ class _Step:
         zero = {c: np.zeros(n, dtype=np.int64) for c in REMOVED}
         even = own - over["straggler"]
         none = np.zeros(n, dtype=np.int64)
-        work, unit = np.append(none, none), np.tile(usual[self.program], 2)
-        return OpExcess(over, zero, none, np.append(even, none), work, unit, usual[None].astype(np.float64), np.zeros(n))
+        work, unit, fair = np.zeros(2 * n, dtype=np.int64), np.tile(usual[self.program], 2), usual[None].astype(float)
+        return OpExcess(over, zero, none, np.append(even, none), work, unit, fair, np.zeros(n))
 
 
 def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:

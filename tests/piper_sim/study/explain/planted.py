@@ -1,13 +1,16 @@
 """Planted causes: drawn jobs with a slow rank, slow links, a hot expert, a late host or a bad split, alone or paired.
 
-`python -m tests.piper_sim.study.explain.planted N` runs N of them and says how many were named first.
+`python -m tests.piper_sim.study.explain.planted N` runs N of them and says how many were named first; with `wide`
+behind it, jobs of any kind, which have causes of their own.
 """
 
 import random
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from ir.core.errors import PiperError
@@ -27,6 +30,7 @@ SPARSE = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "deepseek-v2-lite", 
 GPUS = ("a100-sxm-80gb", "h100-sxm", "h200-sxm", "b200-sxm", "h800-sxm")
 SMALL = {"vocab_size": 8192, "seq_len": 4096}  # a head like a layer, or it would be a bad split by itself
 Table = dict[str, dict[str, Any]]
+Row = tuple[str, int, float]  # cause, rank, seconds
 
 
 @dataclass(frozen=True)
@@ -167,30 +171,46 @@ def asked(table: Table) -> tuple[Job, StepExplanation]:
     return job, explained(predict(job))
 
 
-def verdict(case: Case) -> tuple[bool | None, str]:
+def verdict(case: Case, beside: bool = False) -> tuple[bool | None, str]:
     """Whether what was planted is named first, all of it that matters; None where nothing does.
 
-    Of two, one may hide the other: removing it alone then gains nothing, and it may be named or not.
+    Of two, one may hide the other: removing it alone then gains nothing, and it may be named or not. beside: what the
+    calm job waits for is its own: causes count by what they are more than there.
     """
     _, found = asked(case.table)
     gains = {c: 1 - predict(job_from(t)).iteration_s / found.iteration_s for c, t in case.without.items()}
-    order = list(dict.fromkeys(c["cause"] for c in found.causes))
-    told = f"planted {gains}, named {[(c['cause'], c['rank'], round(c['seconds'], 4)) for c in found.causes[:5]]}"
     strong = {c for c, gain in gains.items() if gain >= MATTERS}
+    rows = [(c["cause"], c["rank"], c["seconds"]) for c in found.causes]
+    if beside and strong:
+        rows = _more(rows, asked(case.calm)[1])
+    told = f"planted {gains}, named {[(cause, rank, round(s, 4)) for cause, rank, s in rows[:5]]}"
     if not strong:
         return None, told
-    first = {c["cause"]: c["rank"] for c in reversed(found.causes)}
-    right = order[0] in gains and strong <= set(order[: len(gains)])
+    order = list(dict.fromkeys(cause for cause, _, _ in rows))
+    first = {cause: rank for cause, rank, _ in reversed(rows)}
+    right = order[:1] != [] and order[0] in gains and strong <= set(order[: len(gains)])
     return right and all(first[c] in case.rank[c] for c in strong & case.rank.keys()), told
 
 
-def campaign(count: int, first: int = 0) -> tuple[int, int]:
+def _more(rows: Iterable[Row], calm: StepExplanation) -> list[Row]:
+    """What rows are more than a calm job's, by cause: replicas that are no longer equal are named one by one."""
+    own = {(c["cause"], c["rank"]): c["seconds"] for c in calm.causes}
+    more, whose = Counter[str](), dict[str, tuple[float, int]]()
+    for cause, rank, seconds in rows:
+        more[cause] += seconds
+        whose[cause] = max(whose.get(cause, (-inf, rank)), (seconds - own.get((cause, rank), 0.0), rank))
+    for (cause, _), seconds in own.items():
+        more[cause] -= seconds
+    return [(cause, whose[cause][1], seconds) for cause, seconds in more.most_common() if seconds > 0]
+
+
+def campaign(count: int, first: int = 0, wide: bool = False) -> tuple[int, int]:
     """(named first, counted) of so many that count."""
     right = counted = 0
     seed = first
     while counted < count:
-        case = drawn_case(seed)
-        good, told = verdict(case)
+        case = (drawn_wide if wide else drawn_case)(seed)
+        good, told = verdict(case, beside=wide)
         seed += 1
         if good is None:
             print(f"seed {seed - 1} {'+'.join(case.without)} does not count: {told}", file=sys.stderr)
@@ -203,5 +223,5 @@ def campaign(count: int, first: int = 0) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    good, of = campaign(int(sys.argv[1]))
+    good, of = campaign(int(sys.argv[1]), wide="wide" in sys.argv)
     print(f"{good} of {of} named first ({good / of:.1%})")
