@@ -37,14 +37,17 @@ class OpBlame:
     def walked(self) -> "OpChainLists":
         c = self.chain
         computes = np.where(c.kind == COMPUTE, c.program, -1)
-        return OpChainLists(*(x.tolist() for x in (c.before, c.lo, c.hi, c.main, c.kind, computes)))
+        over = np.logical_or.reduce([self.excess.over[x] != 0 for x in REMOVED])
+        over = np.append(over, np.zeros_like(over))
+        return OpChainLists(*(x.tolist() for x in (c.before, c.lo, c.hi, c.main, c.kind, computes, over)))
 
 
 @dataclass(frozen=True, eq=False)
 class OpChainLists:
     """Columns of a chain that are walked node by node, as lists: an array makes an object of each number it gives.
 
-    before, lo, hi: [node]. main, kind: [op]; computes: the program that an op computes for, -1 for a message.
+    before, lo, hi: [node]. main, kind: [op]; computes: the program that an op computes for, -1 for a message. over:
+    [item] whether it takes too long for one of `REMOVED`: most do not, and need not be asked each by itself.
     """
 
     before: list[int]
@@ -53,6 +56,7 @@ class OpChainLists:
     main: list[int]
     kind: list[int]
     computes: list[int]
+    over: list[bool]
 
 
 @dataclass(eq=False)
@@ -86,11 +90,9 @@ class RankWaits:
         self.asked, self.chain, self.program = asked, asked.chain, program
         self.walked, self.starts = asked.walked, len(asked.chain.start)
         e = asked.excess
-        # [item] share of it that its rank has more to do than this one; of this one's own, than ranks in the mean.
-        self.more = np.where(np.tile(self.chain.program, 2) == program, e.uneven, e.more(program))
-        # [item] whether it can have taken too long: most have not, and need not be asked each by itself.
-        over = np.logical_or.reduce([e.over[x] != 0 for x in REMOVED])
-        self.late = ((self.more * e.even > 0) | np.append(over, np.zeros_like(over))).tolist()
+        # [item] ticks that its rank has more to do than this one; of this one's own, than ranks in the mean.
+        more = np.where(np.tile(self.chain.program, 2) == program, e.uneven, e.more(program)) * e.even
+        self.more = more.astype(np.int64).tolist()
         self.idle = StepIdle()
         self.left: dict[int, list[tuple[str, int]]] = {}  # item -> what is still to be explained by it, last first
         self.skip: dict[int, int] = {}  # node that explains nothing -> the next that may
@@ -139,15 +141,15 @@ class RankWaits:
         """((cause, op), ticks) of what took too long on the way to `node`, not more than wanted, each tick once."""
         node = self._stop(node)
         while wanted > 0 and node >= 0:
-            op = self._item(node)
-            left = self.left[op]
+            item = self._item(node)
+            left = self.left[item]
             while wanted > 0 and left:
                 cause, ticks = left.pop()
                 given = min(wanted, ticks)
                 if given < ticks:
                     left.append((cause, ticks - given))
                 wanted -= given
-                yield (cause, op % self.chain.ops), given
+                yield (cause, item % self.chain.ops), given
             node = self._stop(node)
 
     def _stop(self, node: int) -> int:
@@ -160,7 +162,8 @@ class RankWaits:
             if node < self.starts and c.computes[node % ops] == self.program:
                 node = -1
                 break
-            if self.late[item := self._item(node)] and self._left(item):
+            item = self._item(node)
+            if (self.more[item] or c.over[item]) and self._left(item):
                 break
             passed.append(node)
             node = c.before[node]
@@ -172,14 +175,12 @@ class RankWaits:
         return self.walked.main[node % ops] if node < self.starts else ops + node % ops
 
     def _left(self, item: int) -> list[tuple[str, int]]:
-        """More to do makes all else that is wrong last longer, and the other way round: half of that is either's."""
-        if item not in self.left:
-            e, more = self.asked.excess, float(self.more[item])
-            over = {x: int(e.over[x][item]) for x in reversed(REMOVED)} if item < self.chain.ops else {}
-            found = [("split", int(more * (int(e.even[item]) + sum(over.values()) / 2)))]
-            found += [(x, int(n * (1 - more / 2))) for x, n in over.items()]
-            self.left[item] = [f for f in found if f[1]]
-        return self.left[item]
+        if (found := self.left.get(item)) is None:
+            found = self.left[item] = [("split", self.more[item])] if self.more[item] else []
+            if self.walked.over[item]:
+                over = self.asked.excess.over
+                found += [(x, int(over[x][item])) for x in reversed(REMOVED) if over[x][item]]
+        return found
 
 
 def idle_ticks(asked: OpBlame, program: int) -> StepIdle:
