@@ -37,14 +37,17 @@ class OpBlame:
     def walked(self) -> "OpChainLists":
         c = self.chain
         computes = np.where(c.kind == COMPUTE, c.program, -1)
-        return OpChainLists(*(x.tolist() for x in (c.before, c.lo, c.hi, c.main, c.kind, computes)))
+        over = np.logical_or.reduce([self.excess.over[x] != 0 for x in REMOVED])
+        over = np.append(over, np.zeros_like(over))
+        return OpChainLists(*(x.tolist() for x in (c.before, c.lo, c.hi, c.main, c.kind, computes, over)))
 
 
 @dataclass(frozen=True, eq=False)
 class OpChainLists:
     """Columns of a chain that are walked node by node, as lists: an array makes an object of each number it gives.
 
-    before, lo, hi: [node]. main, kind: [op]; computes: the program that an op computes for, -1 for a message.
+    before, lo, hi: [node]. main, kind: [op]; computes: the program that an op computes for, -1 for a message. over:
+    [item] whether it takes too long for one of `REMOVED`: most do not, and need not be asked each by itself.
     """
 
     before: list[int]
@@ -53,6 +56,7 @@ class OpChainLists:
     main: list[int]
     kind: list[int]
     computes: list[int]
+    over: list[bool]
 
 
 @dataclass(eq=False)
@@ -85,13 +89,12 @@ class RankWaits:
     def __init__(self, asked: OpBlame, program: int) -> None:
         self.asked, self.chain, self.program = asked, asked.chain, program
         self.walked, self.starts = asked.walked, len(asked.chain.start)
-        e, load = asked.excess, asked.excess.load[asked.chain.program]
-        # [op] whether it can have taken too long: most have not, and need not be asked each by itself.
-        self.late = np.logical_or.reduce(
-            [(load > e.load[program]) & (e.even > 0), *(e.over[x] != 0 for x in REMOVED)]
-        ).tolist()
+        e = asked.excess
+        # [item] ticks that its rank has more to do than this one; of this one's own, than ranks in the mean.
+        more = np.where(np.tile(self.chain.program, 2) == program, e.uneven, e.more(program)) * e.even
+        self.more = more.astype(np.int64).tolist()
         self.idle = StepIdle()
-        self.left: dict[int, list[tuple[str, int]]] = {}  # op -> what is still to be explained by it, last first
+        self.left: dict[int, list[tuple[str, int]]] = {}  # item -> what is still to be explained by it, last first
         self.skip: dict[int, int] = {}  # node that explains nothing -> the next that may
 
     def explain(self, lo: int, hi: int, node: int, phase: str) -> None:
@@ -138,15 +141,15 @@ class RankWaits:
         """((cause, op), ticks) of what took too long on the way to `node`, not more than wanted, each tick once."""
         node = self._stop(node)
         while wanted > 0 and node >= 0:
-            op = self.walked.main[node % self.chain.ops]
-            left = self.left[op]
+            item = self._item(node)
+            left = self.left[item]
             while wanted > 0 and left:
                 cause, ticks = left.pop()
                 given = min(wanted, ticks)
                 if given < ticks:
                     left.append((cause, ticks - given))
                 wanted -= given
-                yield (cause, op), given
+                yield (cause, item % self.chain.ops), given
             node = self._stop(node)
 
     def _stop(self, node: int) -> int:
@@ -156,25 +159,28 @@ class RankWaits:
             if (further := self.skip.get(node)) is not None:
                 node = further
                 continue
-            if node < self.starts:
-                if c.computes[node % ops] == self.program:
-                    node = -1
-                    break
-                if self.late[main := c.main[node % ops]] and self._left(main):
-                    break
+            if node < self.starts and c.computes[node % ops] == self.program:
+                node = -1
+                break
+            item = self._item(node)
+            if (self.more[item] or c.over[item]) and self._left(item):
+                break
             passed.append(node)
             node = c.before[node]
         self.skip.update(dict.fromkeys(passed, node))
         return node
 
-    def _left(self, op: int) -> list[tuple[str, int]]:
-        if op not in self.left:
-            e, p = self.asked.excess, self.chain.program[op]
-            mine, its = int(e.load[self.program]), int(e.load[p])
-            more = int(e.even[op]) * (its - mine) // its if its > mine else 0
-            found = [("split", more), *((x, int(e.over[x][op])) for x in reversed(REMOVED))]
-            self.left[op] = [f for f in found if f[1]]
-        return self.left[op]
+    def _item(self, node: int) -> int:
+        ops = self.chain.ops
+        return self.walked.main[node % ops] if node < self.starts else ops + node % ops
+
+    def _left(self, item: int) -> list[tuple[str, int]]:
+        if (found := self.left.get(item)) is None:
+            found = self.left[item] = [("split", self.more[item])] if self.more[item] else []
+            if self.walked.over[item]:
+                over = self.asked.excess.over
+                found += [(x, int(over[x][item])) for x in reversed(REMOVED) if over[x][item]]
+        return found
 
 
 def idle_ticks(asked: OpBlame, program: int) -> StepIdle:

@@ -1,7 +1,7 @@
 """Why a step takes as long as it does: causes of idle time, the critical path, what-ifs; and why two jobs differ."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import lcm
@@ -28,6 +28,7 @@ from piper_sim.study.simulate import Object
 
 K = TypeVar("K", bound=Hashable)
 BACKWARD = (Pass.I, Pass.W, Pass.R)
+COMMON = ("expert_skew", "link", "host")  # of a job: routing, links and launches are stated for all of its ranks
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class StepExplanation:
     """Where a step's idle time comes from. Seconds are multiples of 2**-40, so that sums are exact.
 
     idle: pipeline rank -> cause -> seconds, means over its replicas; a row sums to the rank's idle time. causes: the
-    same seconds over all pipeline ranks, by cause and the rank that caused them; rank counts over all GPUs, op is the
-    one that caused most. critical_path: from 0 to iteration_s without a gap. spent: cause -> what a rank spends of the
-    step in the mean, idle or busy (`compute`); sums to iteration_s. difference: the same of two jobs, b less a.
+    same seconds over all pipeline ranks, by cause and the rank that caused them, or most of them where the cause is
+    `COMMON`; rank counts over all GPUs, op is the one that caused most. critical_path: from 0 to iteration_s without a
+    gap. spent: cause -> what a rank spends of the step in the mean, idle or busy (`compute`); sums to iteration_s.
+    difference: the same of two jobs, b less a.
     """
 
     iteration_s: float
@@ -120,7 +122,7 @@ def explained(p: Prediction, others: tuple[JobChange, ...] = ()) -> StepExplanat
         for first, size in zip(classes.first.tolist(), classes.size.tolist(), strict=True)
         for q in range(programs)
     ]
-    found = told(blame_of(p), seats, lambda op: p.plan.text(op % len(p.plan)))
+    found = told(blame_of(p), seats, lambda op: p.plan.text(op % len(p.plan)), COMMON)
     return replace(found, what_ifs=others, fits=p.fits, reason=p.to_dict().get("reason"))
 
 
@@ -141,7 +143,8 @@ def blame_of(p: Prediction) -> OpBlame:
     copies = p.planned.classes.count
     forward, backward = covering(p.plan, lambda n: n.kind is Pass.F), covering(p.plan, lambda n: n.kind in BACKWARD)
     filled, drained = phases(chain, np.tile(forward, copies), np.tile(backward, copies))
-    return OpBlame(chain, excess_of(p.planned, p.costs), own, own[chain.main], filled, drained)
+    excess = excess_of(p.planned, p.costs, scenario, chain)
+    return OpBlame(chain, excess, own, own[chain.main], filled, drained)
 
 
 def apportioned(parts: Mapping[K, int], divisor: int, total: int | None = None) -> dict[K, int]:
@@ -176,11 +179,13 @@ class RankSeat:
         return self.slow if cause == "straggler" and self.slow >= 0 else self.rank
 
 
-def told(asked: OpBlame, seats: Sequence[RankSeat], text: Callable[[int], str]) -> StepExplanation:
-    """What a chain says of its last step. seats: of its programs; text: of an op."""
+def told(
+    asked: OpBlame, seats: Sequence[RankSeat], text: Callable[[int], str], common: Container[str] = ()
+) -> StepExplanation:
+    """What a chain says of its last step. seats: of its programs; text: of an op; common: causes of all ranks."""
     chain = asked.chain
     rows: list[dict[str, int]] = [defaultdict(int) for _ in range(max(s.row for s in seats) + 1)]
-    most: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    most: dict[tuple[str, int | None], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     spent: dict[str, int] = defaultdict(int)
     count = [sum(s.replicas for s in seats if s.row == r) for r in range(len(rows))]
     whole = lcm(*count)
@@ -189,15 +194,17 @@ def told(asked: OpBlame, seats: Sequence[RankSeat], text: Callable[[int], str]) 
         found = idle_ticks(asked, k).found
         for (cause, op), n in found.items():
             rows[seat.row][cause] += n * weight
-            most[cause, seats[int(chain.program[op])].blamed(cause)][op] += n * weight
+            rank = None if cause in common else seats[int(chain.program[op])].blamed(cause)
+            most[cause, rank][op] += n * weight
         for cause, n in [*busy_ticks(asked, k).items(), *((c, n) for (c, _), n in found.items())]:
             spent[cause] += n * weight
     tables = [apportioned(row, whole) for row in rows]
     total = sum(sum(t.values()) for t in tables)
     causes = apportioned({key: sum(ops.values()) for key, ops in most.items()}, whole, total)
-    worst = {key: text(max(ops, key=ops.__getitem__)) for key, ops in most.items()}
+    worst = {key: max(ops, key=ops.__getitem__) for key, ops in most.items()}
+    blamed = {key: seats[int(chain.program[op])].blamed(key[0]) for key, op in worst.items()}
     listed = [
-        {"cause": key[0], "rank": key[1], "op": worst[key], "seconds": n / GRID}
+        {"cause": key[0], "rank": blamed[key], "op": text(worst[key]), "seconds": n / GRID}
         for key, n in sorted(causes.items(), key=lambda x: -x[1])
         if n
     ]

@@ -187,7 +187,9 @@ class _Step:
         over["straggler"] = np.floor(own * slow[self.program]).astype(np.int64)
         zero = {c: np.zeros(n, dtype=np.int64) for c in REMOVED}
         even = own - over["straggler"]
-        return OpExcess(over, zero, np.zeros(n, dtype=np.int64), usual.astype(np.int64), even, np.zeros(n))
+        none = np.zeros(n, dtype=np.int64)
+        work, unit, fair = np.zeros(2 * n, dtype=np.int64), np.tile(usual[self.program], 2), usual[None].astype(float)
+        return OpExcess(over, zero, none, np.append(even, none), work, unit, fair, np.zeros(n))
 
 
 def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:

@@ -63,9 +63,7 @@ def _cause(asked: OpBlame, node: int) -> str:
         return "host"
     op = int(c.main[node % c.ops])
     over = {x: int(e.over[x][op]) for x in REMOVED}
-    mean = e.load.mean()
-    most = e.load[c.program[op]]
-    over["split"] = int(e.even[op] * (1 - mean / most)) if most > mean else 0
+    over["split"] = int(e.even[op] * e.uneven[op])
     over["memory"] = int(asked.own[op] * e.recomputed[op])
     worst = max(over, key=lambda x: over[x])
     if over[worst] > MUCH * max(1, int(asked.own[op])):

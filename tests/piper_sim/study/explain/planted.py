@@ -1,16 +1,22 @@
 """Planted causes: drawn jobs with a slow rank, slow links, a hot expert, a late host or a bad split, alone or paired.
 
-`python -m tests.piper_sim.study.explain.planted N` runs N of them and says how many were named first.
+`python -m tests.piper_sim.study.explain.planted N` runs N of them and says how many were named first; with `wide`
+behind it, jobs of any kind, which have causes of their own.
 """
 
 import random
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
+from ir.core.errors import PiperError
 from ir.job import Job
 from ir.job.load import job_from
+from ir.schedules.registry import build, default_chunks
 from piper_sim.study.explain import StepExplanation, explained
 from piper_sim.study.predict import predict
 
@@ -18,14 +24,20 @@ CAUSES = ("straggler", "link", "expert_skew", "host", "split")
 PAIRS = [(a,) for a in CAUSES] + [(a, b) for i, a in enumerate(CAUSES) for b in CAUSES[i + 1 :]]
 MATTERS = 0.04  # of the step: what removing a planted cause must gain, else it was not planted well enough to be named
 FORMS = {"1f1b": 1, "gpipe": 1, "zb1p": 1, "interleaved-1f1b": 2, "zbv": 2, "dualpipe": 1}
+WIDE = ("1f1b", "gpipe", "interleaved-1f1b", "looped-bfs", "zb1p", "zbv", "dualpipe", "dualpipev")
+DENSE = ("llama3-8b", "llama3-70b", "qwen3-8b", "gpt3-175b", "gemma2-9b", "llama2-13b")
+SPARSE = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "olmoe-1b-7b")
+GPUS = ("a100-sxm-80gb", "h100-sxm", "h200-sxm", "b200-sxm", "h800-sxm")
 SMALL = {"vocab_size": 8192, "seq_len": 4096}  # a head like a layer, or it would be a bad split by itself
 Table = dict[str, dict[str, Any]]
+Row = tuple[str, int, float]  # cause, rank, seconds
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job with causes planted: its sections; by cause, those without it and the pipeline ranks that have it."""
+    """A job with causes planted: its sections without and with them; by cause, those without it and whose it is."""
 
+    calm: Table
     table: Table
     without: Mapping[str, Table]
     rank: Mapping[str, set[int]]
@@ -45,18 +57,64 @@ def drawn_case(seed: int) -> Case:
         "schedule": {"name": name, "microbatches": rng.choice([2, 3]) * pp},
         "costs": {"interference": rng.choice(["none", "pairwise"])},
     }
-    bad, rank = {c: _planted(c, calm, rng) for c in causes}, {}
-    for c in causes:
-        if c == "straggler":
-            rank[c] = {int(next(iter(bad[c]["cluster"]["speed"]))) // dp}
-        if c == "split":
-            layers = bad[c]["parallel"]["layers"]
-            rank[c] = _homes(layers.index(max(layers)), pp, name)
+    return _case(calm, {c: _planted(c, calm, rng) for c in causes})
+
+
+def drawn_wide(seed: int) -> Case:
+    """A job of any kind with milder causes. Drawn again: what is no job, or has nobody who could wait for the cause."""
+    rng = random.Random(seed)
+    causes = PAIRS[seed % len(PAIRS)]
+    while True:
+        calm = _any_job(rng, "expert_skew" in causes)
+        with suppress(PiperError):
+            p = predict(job_from(calm))
+            if (p.plan.programs if "split" in causes else p.prepared.ranks) == 1:
+                continue
+            return _case(calm, {c: _planted_mildly(c, calm, rng) for c in causes})
+
+
+def _any_job(rng: random.Random, moe: bool) -> Table:
+    moe = moe or rng.random() < 0.4
+    name, pp, dp = rng.choice(WIDE), rng.choice([1, 2, 4, 4, 8]), rng.choice([2, 4, 8] if moe else [1, 2, 4])
+    chunks = rng.choice([2, 3]) if name == "interleaved-1f1b" else default_chunks(name)
+    each = rng.choice([2, 3, 4])
+    return {
+        "model": {
+            "config": rng.choice(SPARSE if moe else DENSE),
+            "num_hidden_layers": each * pp * chunks,
+            "seq_len": rng.choice([2048, 4096, 8192]),
+        },
+        "cluster": {"gpu": rng.choice(GPUS), "gpus_per_node": rng.choice([1, 2, 4, 8])},
+        "parallel": {
+            **{"tp": rng.choice([1, 1, 2, 4]), "cp": rng.choice([1, 1, 1, 2]), "pp": pp, "dp": dp},
+            **{"ep": rng.choice([e for e in (2, 4, 8) if e <= dp]) if moe else 1, "zero": rng.randrange(4)},
+            "layers": [each] * (pp * chunks),
+        },
+        "schedule": {
+            **{"name": name, "microbatches": rng.choice([(pp + 1) // 2, pp, 2 * pp, 3 * pp + 1, 4 * pp])},
+            **{"microbatch_size": rng.choice([1, 1, 2, 4]), "recompute": rng.choice(["none", "selective", "full"])},
+            "stages_per_rank": chunks,
+        },
+        "costs": {"interference": rng.choice(["none", "pairwise", "maxmin"])},
+    }
+
+
+def _case(calm: Table, bad: Mapping[str, Table]) -> Case:
     return Case(
+        calm,
         merged(calm, *bad.values()),
-        {c: merged(calm, *(t for other, t in bad.items() if other != c)) for c in causes},
-        rank,
+        {c: merged(calm, *(t for other, t in bad.items() if other != c)) for c in bad},
+        {c: _at_fault(c, merged(calm, bad[c])) for c in bad if c in ("straggler", "split")},
     )
+
+
+def _at_fault(cause: str, table: Table) -> set[int]:
+    if cause == "straggler":
+        return {int(r) for r in table["cluster"]["speed"]}
+    mesh, s, layers = job_from(table).parallel.mesh, table["schedule"], table["parallel"]["layers"]
+    made = build(s["name"], table["parallel"]["pp"], s["microbatches"], s.get("stages_per_rank"))
+    full = {p.rank_of_stage[layers.index(max(layers))] for p in made.placements}
+    return {r for r in range(mesh.ranks) if mesh.coordinates(r)["pp"] in full}
 
 
 def _planted(cause: str, calm: Table, rng: random.Random) -> Table:
@@ -78,10 +136,26 @@ def _planted(cause: str, calm: Table, rng: random.Random) -> Table:
             return {"parallel": {"layers": layers}}
 
 
-def _homes(stage: int, pp: int, name: str) -> set[int]:
-    if name == "dualpipe":
-        return {stage, pp - 1 - stage}
-    return {2 * pp - 1 - stage if name == "zbv" and stage >= pp else stage % pp}
+def _planted_mildly(cause: str, calm: Table, rng: random.Random) -> Table:
+    layers = list(calm["parallel"]["layers"])
+    match cause:
+        case "straggler":
+            slow = rng.randrange(job_from(calm).parallel.mesh.ranks)
+            return {"cluster": {"speed": {str(slow): rng.uniform(0.5, 0.85)}}}
+        case "link":
+            tier = {"nic_Gbps": rng.uniform(10, 100)}, {"nvlink_GBps": rng.uniform(5, 60)}
+            return {"cluster": rng.choice([*tier, {"leaf_nodes": 1, "oversubscription": rng.uniform(4, 16)}])}
+        case "expert_skew":
+            kind, strength = rng.choice([("hot", rng.uniform(3, 30)), ("zipf", rng.uniform(0.8, 2))])
+            return {"routing": {"kind": kind, "strength": strength, "seed": rng.randrange(9)}}
+        case "host":
+            return {"cluster": {"host_launch_us": 10 ** rng.uniform(1.5, 3)}}
+        case _:
+            full, *fewer = rng.sample(range(len(layers)), rng.randint(min(2, len(layers)), len(layers)))
+            for stage in fewer:
+                layers[stage] -= 1
+            layers[full] += len(fewer)
+            return {"parallel": {"layers": layers}}
 
 
 def merged(*tables: Table) -> Table:
@@ -97,31 +171,46 @@ def asked(table: Table) -> tuple[Job, StepExplanation]:
     return job, explained(predict(job))
 
 
-def verdict(case: Case) -> tuple[bool | None, str]:
+def verdict(case: Case, beside: bool = False) -> tuple[bool | None, str]:
     """Whether what was planted is named first, all of it that matters; None where nothing does.
 
-    Of two, one may hide the other: removing it alone then gains nothing, and it may be named or not.
+    Of two, one may hide the other: removing it alone then gains nothing, and it may be named or not. beside: what the
+    calm job waits for is its own: causes count by what they are more than there.
     """
     _, found = asked(case.table)
     gains = {c: 1 - predict(job_from(t)).iteration_s / found.iteration_s for c, t in case.without.items()}
-    order = list(dict.fromkeys(c["cause"] for c in found.causes))
-    told = f"planted {gains}, named {[(c['cause'], c['rank'], round(c['seconds'], 4)) for c in found.causes[:5]]}"
     strong = {c for c, gain in gains.items() if gain >= MATTERS}
+    rows = [(c["cause"], c["rank"], c["seconds"]) for c in found.causes]
+    if beside and strong:
+        rows = _more(rows, asked(case.calm)[1])
+    told = f"planted {gains}, named {[(cause, rank, round(s, 4)) for cause, rank, s in rows[:5]]}"
     if not strong:
         return None, told
-    dp = case.table["parallel"]["dp"]
-    first = {c["cause"]: c["rank"] // dp for c in reversed(found.causes)}
-    right = order[0] in gains and strong <= set(order[: len(gains)])
+    order = list(dict.fromkeys(cause for cause, _, _ in rows))
+    first = {cause: rank for cause, rank, _ in reversed(rows)}
+    right = order[:1] != [] and order[0] in gains and strong <= set(order[: len(gains)])
     return right and all(first[c] in case.rank[c] for c in strong & case.rank.keys()), told
 
 
-def campaign(count: int, first: int = 0) -> tuple[int, int]:
+def _more(rows: Iterable[Row], calm: StepExplanation) -> list[Row]:
+    """What rows are more than a calm job's, by cause: replicas that are no longer equal are named one by one."""
+    own = {(c["cause"], c["rank"]): c["seconds"] for c in calm.causes}
+    more, whose = Counter[str](), dict[str, tuple[float, int]]()
+    for cause, rank, seconds in rows:
+        more[cause] += seconds
+        whose[cause] = max(whose.get(cause, (-inf, rank)), (seconds - own.get((cause, rank), 0.0), rank))
+    for (cause, _), seconds in own.items():
+        more[cause] -= seconds
+    return [(cause, whose[cause][1], seconds) for cause, seconds in more.most_common() if seconds > 0]
+
+
+def campaign(count: int, first: int = 0, wide: bool = False) -> tuple[int, int]:
     """(named first, counted) of so many that count."""
     right = counted = 0
     seed = first
     while counted < count:
-        case = drawn_case(seed)
-        good, told = verdict(case)
+        case = (drawn_wide if wide else drawn_case)(seed)
+        good, told = verdict(case, beside=wide)
         seed += 1
         if good is None:
             print(f"seed {seed - 1} {'+'.join(case.without)} does not count: {told}", file=sys.stderr)
@@ -134,5 +223,5 @@ def campaign(count: int, first: int = 0) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    good, of = campaign(int(sys.argv[1]))
+    good, of = campaign(int(sys.argv[1]), wide="wide" in sys.argv)
     print(f"{good} of {of} named first ({good / of:.1%})")

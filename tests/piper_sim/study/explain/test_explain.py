@@ -3,17 +3,18 @@
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ir.job import load_job
 from ir.job.load import job_from
 from ir.schedules.registry import NAMES
-from piper_sim.study.explain import StepExplanation, blame, chain, explain, explained, explanation
+from piper_sim.study.explain import StepExplanation, blame, chain, excess, explain, explained, explanation
 from piper_sim.study.explain.what_if import changed, settings
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from tests.piper_sim.pricing.prediction_cases import RICH, asked, drawn
-from tests.piper_sim.study.explain.planted import campaign, drawn_case
+from tests.piper_sim.study.explain.planted import campaign, drawn_case, drawn_wide, verdict
 
 CAUSES = set(
     ["straggler", "expert_skew", "link", "host", "split", "warmup", "drain", "dependency", "memory", "collective"]
@@ -160,6 +161,30 @@ def test_what_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_planted_causes_are_named_first() -> None:
     right, counted = campaign(60)
     assert counted == 60 and right >= 0.95 * counted
+
+
+# Contention on slow links; more layers' reductions, tp messages and launches, on an even rank, too; six more.
+WIDE = (10, 41, 241, 74, 118, 218, 229, 14, 358, 2, 5, 601, 603, 609, 615)
+
+
+def wrong() -> set[int]:
+    return {seed for seed in WIDE if not verdict(drawn_wide(seed), beside=True)[0]}
+
+
+def test_planted_causes_of_any_job_are_named_first() -> None:
+    assert wrong() == set()
+
+
+def test_a_job_whose_ranks_all_have_the_same_to_do_has_no_bad_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: of such seeds those with a bad split fail, and no others."""
+    monkeypatch.setattr(excess.OpExcess, "_beyond", lambda e, fair: np.zeros(len(e.unit)))
+    assert {74, 118, 218, 229, 358} <= wrong() <= {s for s in WIDE if "split" in drawn_wide(s).without}
+
+
+def test_messages_that_queue_for_slow_links_are_collectives_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of queues."""
+    monkeypatch.setattr(excess, "_queued", lambda chain, duration: np.zeros(chain.ops, dtype=np.int64))
+    assert {10, 41, 241} <= wrong() <= {s for s in WIDE if "link" in drawn_wide(s).without}
 
 
 def test_a_walk_that_overlooks_what_ops_wait_for_names_others(monkeypatch: pytest.MonkeyPatch) -> None:
