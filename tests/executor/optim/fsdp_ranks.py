@@ -56,12 +56,15 @@ def train(ctx: RankContext, steps: int, folder: str) -> list[float]:
             loss = whole(batch.ids, {u: batch.extras(w) for u, w in built.extras.items()})
             loss.backward()
             total += loss.detach()
-        grads = {n: p.grad.full_tensor().clone() for n, p in params.items()}
+        told = step in (0, steps - 1)
+        grads = {n: p.grad.full_tensor().clone() for n, p in params.items()} if told else {}
         if job.optimizer.clip_norm:
             nn.utils.clip_grad_norm_(params.values(), job.optimizer.clip_norm)
         optimizer.step()
         dist.all_reduce(total)
         losses.append(total.item())
+        if not told:
+            continue
         arrays = {f"grad/{n}": g.numpy() for n, g in grads.items()}
         arrays |= {f"param/{n}": p.full_tensor().detach().numpy() for n, p in params.items()}
         if ctx.rank == 0:
