@@ -196,14 +196,19 @@ def test_fsdp2_trains_the_same(zero: int, dp: int, optimizer: str, clip: float, 
     _as_torchs_shards(tmp_path, sets, steps=20)
 
 
-def _as_torchs_shards(folder: Path, sets: tuple[str, ...], steps: int) -> None:
-    prepared, plan = judged(folder, *sets)
-    args = {"steps": steps, "folder": str(folder)}
-    losses = launch(fsdp_ranks.train, prepared.ranks, args, given=[given_text(prepared, plan)])[0]
-    ours, first, last = run(*sets, steps=steps), *(np.load(folder / f"{n}.npz") for n in ("first", "last"))
-    assert np.abs(np.array(ours.object["losses"]) / losses - 1).max() <= ROUNDING
-    assert distance(merged(ours.first), part_of(first, "grad/")) <= ROUNDING
-    assert distance(merged(ours.params), part_of(last, "param/")) <= ROUNDING
+def _as_torchs_shards(folder: Path, *jobs: tuple[str, ...], steps: int) -> None:
+    """Jobs of as many ranks, in one launch: what each rank of torch's imports takes longer than a run."""
+    folders = [folder / str(k) for k in range(len(jobs))]
+    for at in folders:
+        at.mkdir()
+    made = [judged(at, *sets) for at, sets in zip(folders, jobs, strict=True)]
+    args = {"steps": steps, "folders": [str(at) for at in folders]}
+    found = launch(fsdp_ranks.train, made[0][0].ranks, args, given=[given_text(*each) for each in made])[0]
+    for at, sets, losses in zip(folders, jobs, found, strict=True):
+        ours, first, last = run(*sets, steps=steps), *(np.load(at / f"{n}.npz") for n in ("first", "last"))
+        assert np.abs(np.array(ours.object["losses"]) / losses - 1).max() <= ROUNDING
+        assert distance(merged(ours.first), part_of(first, "grad/")) <= ROUNDING
+        assert distance(merged(ours.params), part_of(last, "param/")) <= ROUNDING
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------
