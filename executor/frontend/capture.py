@@ -12,7 +12,7 @@ sums, as training frameworks have it and a config's kernels are priced; with `--
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.frontend.aten import FORMATS
 from executor.frontend.measure import PartMeasure, PassMeasure, survey, without_values
@@ -52,7 +53,8 @@ def capture(
     """
     size, length = batch
     if isinstance(reference, str):
-        name, build = reference, load_callable(reference)
+        name = reference
+        build: Callable[[], object] = partial(_built_without_values, load_callable(reference))
     else:
         name, build = type(reference).__name__, partial(_without_values, reference)
     with without_values():
@@ -76,6 +78,14 @@ def capture(
         found["parts"][piece["part"]]["model_flops"] = flops
     divided = {"tp": tp, "cut": model.dims, "partly": model.partly} if tp > 1 else {}
     return {**found, **divided, **({"ep": ep} if ep > 1 else {})}
+
+
+def _built_without_values(build: object) -> object:
+    """What `build` makes inside the fake mode; what it has read from files, too, is left without values."""
+    assert callable(build)
+    made = build()
+    real = isinstance(made, nn.Module) and not all(isinstance(p, FakeTensor) for p in made.parameters())
+    return _without_values(made) if real and isinstance(made, nn.Module) else made
 
 
 def _without_values(module: nn.Module) -> nn.Module:

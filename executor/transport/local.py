@@ -19,23 +19,33 @@ from executor.transport.base import Channel, TransportError, TransportTopology
 
 
 class LocalTransportHandle:
-    """One end of something. ready: what stood before it on its lane; copied: where the exchange ends."""
+    """One end of something. ready: what stood before it on its lane; copied: where the exchange ends.
+
+    Each has its own lock to wait at: at a condition of the hub's all would wake whenever anything ends.
+    """
 
     def __init__(self, hub: LocalTransportHub, peers: Sequence[int]) -> None:
         self.hub, self.peers = hub, tuple(peers)
         self.ready = hub.device.mark()
         self.copied: StreamEvent | None = None
+        self._open = threading.Lock()
+        self._open.acquire()
 
     def done(self) -> bool:
         return self.copied is not None
 
     def wait(self) -> None:
         """Block until all ends have come, or some rank has failed; the active lane goes on behind the copy."""
-        with self.hub.changed:
-            self.hub.changed.wait_for(lambda: self.copied is not None or self.hub.failed is not None)
+        with self._open:
+            pass
         if self.copied is None:
             raise TransportError(f"rank {self.hub.failed} has failed", [self.hub.failed or 0])
         self.hub.device.follow(self.copied)
+
+    def end(self, copied: StreamEvent | None = None) -> None:
+        """Let whoever waits go on; without a mark, to fail. Under the hub's lock."""
+        self.copied = copied
+        self._open.release()
 
 
 class LocalTransportHub:
@@ -44,8 +54,9 @@ class LocalTransportHub:
     def __init__(self, topology: TransportTopology, device: Device | None = None) -> None:
         self.topology, self.device = topology, device or HostDevice()
         self.members = {"world": tuple(range(topology.world)), **{n: tuple(sorted(m)) for n, m in topology.groups}}
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.failed: int | None = None
+        self._waiting: set[LocalTransportHandle] = set()
         self._sends: dict[Channel, deque[tuple[Tensor, LocalTransportHandle]]] = defaultdict(deque)
         self._recvs: dict[Channel, deque[tuple[Tensor, LocalTransportHandle]]] = defaultdict(deque)
         self._joined: dict[tuple[str, int], dict[int, tuple[Sequence[Tensor], LocalTransportHandle]]] = defaultdict(
@@ -57,7 +68,9 @@ class LocalTransportHub:
         if channel not in self.topology.channels:
             raise KeyError(f"no channel {channel[0]}>{channel[1]}")
         handle = LocalTransportHandle(self, [channel[1] if send else channel[0]])
-        with self.changed:
+        with self.lock:
+            if not self._begun(handle):
+                return handle
             (self._sends if send else self._recvs)[channel].append((tensor, handle))
             while self._sends[channel] and self._recvs[channel]:
                 (source, a), (into, b) = self._sends[channel].popleft(), self._recvs[channel].popleft()
@@ -72,7 +85,9 @@ class LocalTransportHub:
         if rank not in members:
             raise KeyError(f"rank {rank} is not in group {group!r}")
         handle = LocalTransportHandle(self, [m for m in members if m != rank])
-        with self.changed:
+        with self.lock:
+            if not self._begun(handle):
+                return handle
             here = self._joined[group, turn]
             here[rank] = (tensors, handle)
             if len(here) == len(members):
@@ -81,9 +96,20 @@ class LocalTransportHub:
         return handle
 
     def fail(self, rank: int) -> None:
-        with self.changed:
-            self.failed = rank if self.failed is None else self.failed
-            self.changed.notify_all()
+        with self.lock:
+            if self.failed is not None:
+                return
+            self.failed = rank
+            while self._waiting:
+                self._waiting.pop().end()
+
+    def _begun(self, handle: LocalTransportHandle) -> bool:
+        """Whether the others may still come. It waits for them, or ends at once."""
+        if self.failed is None:
+            self._waiting.add(handle)
+        else:
+            handle.end()
+        return self.failed is None
 
     def _move(self, ends: Sequence[LocalTransportHandle], copy: Callable[[], object]) -> None:
         """Copy behind all ends; unseen by whoever follows this thread's tensors, as they are not this rank's alone."""
@@ -93,8 +119,8 @@ class LocalTransportHub:
             copy()
         copied = self.device.mark()
         for end in ends:
-            end.copied = copied
-        self.changed.notify_all()
+            self._waiting.remove(end)
+            end.end(copied)
 
 
 class LocalTransport:

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from executor.launch import run as cli
+from executor.launch.forkserver import RankForkServer
 from executor.modules.base import TORCH
 from executor.modules.decoder import DecoderModel
 from executor.parallel.router_guide import ExpertRouterGuide
@@ -27,6 +29,7 @@ from ir.verify import check_plan
 from ir.workload import load_config
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.executor.reference import train
+from tests.executor.threads import one_core
 
 JOB = """
 [model]
@@ -74,7 +77,9 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         real = not options.keys() & {"emulate", "replay"}
         saving = options.pop("saving", CheckpointOptions())
         usual = {"watchdog_s": 60.0, "ranks": prepared.ranks, "dump": folder if real else None, "memory": False}
-        found, trace = cli.run(prepared, plan, JobRunOptions(steps=steps, sets=sets, **usual | options), saving)
+        asked = JobRunOptions(steps=steps, sets=sets, **usual | options)
+        with one_core(RankForkServer.get().process.pid) if asked.backend == "local" else nullcontext():
+            found, trace = cli.run(prepared, plan, asked, saving)
         ranks = range(prepared.ranks if real else 0)
         begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))
         grads, params = (tuple(part_of(e, kind) for e in end) for kind in ("grad/", "param/"))

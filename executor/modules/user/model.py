@@ -1,6 +1,5 @@
 """A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.user.annotate import cut, model_error
@@ -21,6 +20,7 @@ from executor.modules.user.exported import copy_of, export_cut, logits_of, optio
 from executor.modules.user.own_functions import is_own
 from executor.modules.user.purity import (
     ChunkCall,
+    built,
     host_seeded,
     outputs,
     refuse_impure,
@@ -40,7 +40,6 @@ from executor.modules.user.routed import (
     mark_experts,
     refuse_unlike_experts,
 )
-from executor.modules.valueless import Valueless
 from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -83,12 +82,12 @@ class UserModel:
         values: HubCheckpoint | None = None,
     ) -> None:
         assert callable(build)
-        self._values, none = values, Valueless()
+        self._values, none = values, ValuelessModel()
         blank: Callable[[], AbstractContextManager[Any]] = nullcontext if values is None else none.building
         with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with host_seeded(seed), blank():
-                module = _built(build)
+                module = built(build)
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
         with blank():
@@ -339,25 +338,6 @@ class TokenShapeChunk(nn.Module):
         """x (sequences, tokens, …)."""
         found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device), *more)
         return found
-
-
-def _built(build: Callable[[], object]) -> object:
-    """Raises PiperError (model): it fails, or asks for values where tensors have none, as in a capture."""
-    try:
-        return build()
-    except PiperError:
-        raise
-    except DataDependentOutputException as error:
-        message = f"build() asks for values ({error}), and it is captured without any"
-        fix = "orthogonal(…, use_trivialization=False), say; or piper_sim.capture(build(), …), and model.graph"
-        raise model_error(message, fix, "a build() that goes by sizes alone", "model.module") from error
-    except Exception as error:
-        line, fix = traceback.extract_tb(error.__traceback__)[1:2], None
-        at = f" ({Path(line[0].filename).name}:{line[0].lineno})" if line else ""
-        if "FakeTensor" in str(error):
-            fix = "the class from its config, and model.weights = the folder, for what from_pretrained reads"
-        message = f"build() failed: {type(error).__name__}: {str(error)[:200]}{at}"
-        raise model_error(message, fix, "a function that returns a torch.nn.Module", "model.module") from error
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -5,14 +5,16 @@ may depend on parameters and inputs alone. Forward is run twice without values a
 """
 
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, UnsupportedFakeTensorException
 from torch.utils._pytree import tree_leaves
 
 from executor.device.memory import OpWatch
@@ -36,6 +38,26 @@ def host_seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def built(build: Callable[[], object]) -> object:
+    """Raises PiperError (model): it fails, or asks for values where tensors have none, as in a capture."""
+    try:
+        return build()
+    except PiperError:
+        raise
+    except DataDependentOutputException as error:
+        message = f"build() asks for values ({error}), and it is captured without any"
+        fix = "orthogonal(…, use_trivialization=False), say; or piper_sim.capture(build(), …), and model.graph"
+        raise model_error(message, fix, "a build() that goes by sizes alone", "model.module") from error
+    except Exception as error:
+        ours, fix = str(Path(__file__).parents[2]), None
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+        at = f" ({Path(lines[0].filename).name}:{lines[0].lineno})" if lines else ""
+        if "FakeTensor" in str(error):
+            fix = "the class from its config, and model.weights = the folder, for what from_pretrained reads"
+        message = f"build() failed: {type(error).__name__}: {str(error)[:200]}{at}"
+        raise model_error(message, fix, "a function that returns a torch.nn.Module", "model.module") from error
 
 
 def refuse_impure(name: str, unit: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """Parts of parts that backward makes again: the same training to the bit, and the memory that the plan says."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ir.job import load_job
 from piper_sim import predict
 from tests.executor.measure.peak_runs import job_file, planned
 from tests.executor.measure.test_peak_bytes import SMALL_DEEPSEEK
-from tests.executor.runs import run, same
+from tests.executor.runs import Ran, run, same
 
 ALL = 'schedule.recompute=["norm","up_projection","activation"]'
 OPERATORS = 'schedule.recompute=["operators"]'
@@ -48,10 +49,15 @@ CASES = {
 }  # fmt: skip
 
 
+@cache
+def _kept(name: str) -> Ran:
+    """The run in which nothing is made again."""
+    return run(*(s for s in CASES[name] if "recompute_layers" not in s))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_made_again_trains_the_same_to_the_bit(name: str) -> None:
-    kept = tuple(s for s in CASES[name] if "recompute_layers" not in s)
-    found, wanted = run(*CASES[name], ALL), run(*kept)
+    found, wanted = run(*CASES[name], ALL), _kept(name)
     assert found.object["losses"] == wanted.object["losses"] and same(found, wanted)
 
 
@@ -68,8 +74,7 @@ def test_what_is_made_again_trains_the_same_to_the_bit(name: str) -> None:
     ],
 )
 def test_every_second_product_made_again_trains_the_same_to_the_bit(name: str) -> None:
-    kept = tuple(s for s in CASES[name] if "recompute_layers" not in s)
-    found, wanted = run(*CASES[name], OPERATORS), run(*kept)
+    found, wanted = run(*CASES[name], OPERATORS), _kept(name)
     assert found.object["losses"] == wanted.object["losses"] and same(found, wanted)
 
 
@@ -92,12 +97,20 @@ SPARED = {
 ALIKE = ("schedule.name=1f1b", *QWEN3)
 
 
+def peaks(*sets: str) -> tuple[Sequence[int], list[int]]:
+    """Of each rank: of a run, and of the prediction."""
+    real, sim = peak_bytes(*planned(*sets)) or (), predict(load_job(job_file(), sets)).planned.memory.peak
+    return real, sim.tolist()
+
+
+most = cache(peaks)  # where nothing is made again
+
+
 def saved(model: tuple[str, ...], again: str) -> tuple[list[int], list[int]]:
     """Bytes less at each rank's peak: of a run, and of the prediction."""
-    both = [(*model, f"schedule.recompute={options}") for options in ("none", again)]
-    real = [peak_bytes(*planned(*sets)) or () for sets in both]
-    sim = [predict(load_job(job_file(), sets)).planned.memory.peak.tolist() for sets in both]
-    return [a - b for a, b in zip(*real, strict=True)], [a - b for a, b in zip(*sim, strict=True)]
+    kept, less = most(*model, "schedule.recompute=none"), peaks(*model, f"schedule.recompute={again}")
+    real, sim = ([a - b for a, b in zip(*both, strict=True)] for both in zip(kept, less, strict=True))
+    return real, sim
 
 
 @pytest.mark.parametrize("again", ['["norm"]', '["activation"]'])

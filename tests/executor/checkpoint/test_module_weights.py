@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from executor.device.valueless import ValuelessModel
+from executor.frontend.capture import capture
 from executor.modules.choose import model_of
 from executor.modules.hub_weights import WHOLE, HubCheckpoint
 from executor.modules.user.model import UserModel
-from executor.modules.valueless import Valueless
 from ir.core.errors import PiperError
+from ir.core.work import DType
 from ir.job import load_job
 from ir.job.build import prepare
 from tests.executor.frontend.class_runs import _graph, run_class
@@ -114,7 +116,7 @@ def test_buffers_that_files_have_are_read(tmp_path: Path) -> None:
 
 
 def test_inside_values_of_others_are_what_they_are() -> None:
-    with Valueless().building() as mode:
+    with ValuelessModel().building() as mode:
         net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
         net.register_buffer("turns", torch.arange(3.0).outer(torch.ones(2)))
         moved, like = net[0].weight.t()[1:].to(torch.float64), torch.zeros_like(net[0].weight)
@@ -126,16 +128,40 @@ def test_inside_values_of_others_are_what_they_are() -> None:
     assert moved.shape == (2, 3) and moved.dtype == torch.float64
 
 
+SOURCE = """
+from transformers import LlamaForCausalLM
+from tests.executor.frontend.models.hub_classes import llama as build
+
+def read():
+    return LlamaForCausalLM.from_pretrained({folder!r}).train()
+
+def fails():
+    return {{}}["mine"]
+"""
+
+
+def test_what_build_reads_itself_is_captured_like_what_it_draws(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(SOURCE.format(folder=str(tmp_path / "hub")))
+    with quiet():
+        hub_classes.llama().save_pretrained(tmp_path / "hub")
+        given = {"batch": (1, 8), "dtype": DType.FP32, "tags": {"PP": "model.layers.*"}}
+        drawn, read = (capture(f"{file}:{name}", **given) for name in ("build", "read"))
+    assert drawn == {**read, "model": drawn["model"]}
+    with pytest.raises(PiperError, match=r"build\(\) failed: KeyError: 'mine' \(model.py:9\)"):
+        capture(f"{file}:fails", **given)
+
+
 CHILD = """
-import resource, sys
+import re, sys
 import torch
 from contextlib import nullcontext
 from torch import nn
-from executor.modules.valueless import Valueless
+from executor.device.valueless import ValuelessModel
 
-most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+most = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 before = most()
-with Valueless().building() if sys.argv[1] == "files" else nullcontext():
+with ValuelessModel().building() if sys.argv[1] == "files" else nullcontext():
     net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).to(torch.bfloat16)
 print(most() - before)
 """

@@ -4,7 +4,6 @@ import atexit
 import json
 import shutil
 import tempfile
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from ir.verify import check_plan
 from tests.executor.frontend.models import hub_classes
 from tests.executor.modules.hub import Doubled, quiet
 from tests.executor.runs import Arrays, distance, merged
+from tests.executor.threads import together
 
 LENGTH, SIZE, MBS, STEPS = 8, 1, 4, 3
 ClassPlan = tuple[int, int, int, str]  # pp, dp, zero, schedule
@@ -73,27 +73,18 @@ def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     plan = prepared.plan()
     check_plan(plan)
     with tempfile.TemporaryDirectory() as folder:
-        at, hub, results = Path(folder), LocalRanks(), {}
-        errors: list[BaseException] = []
+        at, hub = Path(folder), LocalRanks()
         (at / given_name(0)).write_text(given_text(prepared, plan))
         create(at / "progress", prepared.ranks)
         spec = PlanRun(JobRunOptions(prepared.ranks, steps=STEPS, backend="local", dump=at)).told()
 
-        def life(rank: int) -> None:
-            try:
-                context = RankContext(rank, prepared.ranks, at, RankProgress(at / "progress", rank), hub=hub)
-                results[rank] = json.loads(json.dumps(train_rank(context, **spec)))
-            except BaseException as error:
-                errors.append(error)
-                hub.fail(rank)
+        def life(rank: int) -> dict[str, Any]:
+            context = RankContext(rank, prepared.ranks, at, RankProgress(at / "progress", rank), hub=hub)
+            told: dict[str, Any] = json.loads(json.dumps(train_rank(context, **spec)))
+            return told
 
-        threads = [threading.Thread(target=life, args=(r,), daemon=True) for r in range(prepared.ranks)]
-        for each in (threading.Thread.start, threading.Thread.join):
-            for thread in threads:
-                each(thread)
-        if errors:
-            raise errors[0]
-        found, _ = gathered(prepared, plan, [results[r] for r in range(prepared.ranks)])
+        results = together(life, prepared.ranks, hub.fail)
+        found, _ = gathered(prepared, plan, results)
         ends = [dict(np.load(at / f"rank-{r}.npz")) for r in range(prepared.ranks)]
     both = merged(ends)
     grads, params = ({n.partition("/")[2]: x for n, x in both.items() if n.startswith(k)} for k in ("grad", "param"))

@@ -27,10 +27,18 @@ class Whole(nn.Module):
         return evaluate(self.built, ids, extras)
 
 
-def train(ctx: RankContext, steps: int, folder: str) -> list[float]:
-    """The global losses; gradients and parameters of the first step and the last go to a folder, whole."""
+def train(ctx: RankContext, steps: int, folders: list[str]) -> list[list[float]]:
+    """The global losses of each job that was given; gradients and parameters of the first step and the last go to its
+    folder, whole."""
     dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.world)
-    prepared, _ = ctx.given()
+    out = [_one(ctx, number, steps, Path(folder)) for number, folder in enumerate(folders)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return out
+
+
+def _one(ctx: RankContext, number: int, steps: int, folder: Path) -> list[float]:
+    prepared, _ = ctx.given(number)
     job, model = prepared.job, model_of(prepared)
     built = model.build(list(model.chunks))
     whole, parts = Whole(built), job.parallel.dp_replicate
@@ -56,16 +64,17 @@ def train(ctx: RankContext, steps: int, folder: str) -> list[float]:
             loss = whole(batch.ids, {u: batch.extras(w) for u, w in built.extras.items()})
             loss.backward()
             total += loss.detach()
-        grads = {n: p.grad.full_tensor().clone() for n, p in params.items()}
+        told = step in (0, steps - 1)
+        grads = {n: p.grad.full_tensor().clone() for n, p in params.items()} if told else {}
         if job.optimizer.clip_norm:
             nn.utils.clip_grad_norm_(params.values(), job.optimizer.clip_norm)
         optimizer.step()
         dist.all_reduce(total)
         losses.append(total.item())
+        if not told:
+            continue
         arrays = {f"grad/{n}": g.numpy() for n, g in grads.items()}
         arrays |= {f"param/{n}": p.full_tensor().detach().numpy() for n, p in params.items()}
         if ctx.rank == 0:
-            np.savez(Path(folder) / ("first.npz" if step == 0 else "last.npz"), **arrays)
-    dist.barrier()
-    dist.destroy_process_group()
+            np.savez(folder / ("first.npz" if step == 0 else "last.npz"), **arrays)
     return losses

@@ -29,7 +29,7 @@ from tests.executor.optim import fsdp_ranks, zero_faults
 from tests.executor.runs import Ran, alone, distance, error, judged, merged, part_of, run
 
 ROUNDING, VISIBLE = 1e-10, 1e-3
-TWO = "parallel.pp=1", "parallel.dp=2"
+TWO, FEW = ("parallel.pp=1", "parallel.dp=2"), "schedule.microbatches=2"
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ TWO = "parallel.pp=1", "parallel.dp=2"
 
 @lru_cache
 def _held(*sets: str) -> tuple[Any, Any]:
-    memory = run(*sets, steps=1, memory=True).object["memory"]
+    memory = run(*sets, FEW, steps=1, memory=True).object["memory"]
     return memory["persistent_bytes"], memory["peak_allocated_bytes"]
 
 
@@ -74,13 +74,13 @@ def test_a_rank_holds_its_share_and_no_more(
 def test_peak_memory_falls_where_less_is_kept() -> None:
     """Not from ZeRO-1 to 2: an op that runs a whole stage's backward has all of one microbatch's gradient beside half
     the sums, and only then are its buckets reduced."""
-    big = (*TWO, "model.num_hidden_layers=16", "schedule.microbatches=2")
+    big = (*TWO, "model.num_hidden_layers=16", FEW)
     zero0, zero1, zero2, zero3 = (_held(*big, f"parallel.zero={zero}")[1]["0"] for zero in range(4))
     assert zero3 < zero1 < zero0 and zero3 < zero2 < zero0 and zero3 < 0.62 * zero0
 
 
 def test_a_layer_more_costs_half_as_much_where_weights_are_sharded() -> None:
-    base = (*TWO, "precision.compute=fp32", "optimizer.name=sgd", "optimizer.clip_norm=0", "schedule.microbatches=2")
+    base = (*TWO, "precision.compute=fp32", "optimizer.name=sgd", "optimizer.clip_norm=0", FEW)
     base = (*base, "model.hidden_size=128", "model.intermediate_size=1024", "model.seq_len=4")  # so that weights count
 
     def growth(zero: int) -> int:
@@ -127,15 +127,15 @@ def _traffic(
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_a_step_sends_what_the_plan_says(zero: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = "parallel.pp=2", "parallel.dp=2", f"parallel.zero={zero}", f"schedule.name={name}", "parallel.bucket_MiB=0.2"
-    ran, found = _traffic(monkeypatch, *sets)
+    ran, found = _traffic(monkeypatch, *sets, FEW)
     for rank, traffic in enumerate(found):
         assert traffic == _expected(ran.plan, rank)
-    mbs, kinds = 4, Counter({k: sum(n for (kind, _, _), n in found[0].items() if kind == k) for k, _, _ in found[0]})
+    mbs, kinds = 2, Counter({k: sum(n for (kind, _, _), n in found[0].items() if kind == k) for k, _, _ in found[0]})
     assert kinds["reduce_scatter"] == 0 if zero == 0 else kinds["reduce_scatter"] % (mbs if zero > 1 else 1) == 0
 
 
 FORMATS = ("precision.compute=bf16", "precision.params=fp32", "precision.reduce=fp32")
-THREE = ("parallel.pp=1", "parallel.dp=2", "parallel.zero=3", "schedule.microbatches=2", *FORMATS)
+THREE = ("parallel.pp=1", "parallel.dp=2", "parallel.zero=3", FEW, *FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +196,19 @@ def test_fsdp2_trains_the_same(zero: int, dp: int, optimizer: str, clip: float, 
     _as_torchs_shards(tmp_path, sets, steps=20)
 
 
-def _as_torchs_shards(folder: Path, sets: tuple[str, ...], steps: int) -> None:
-    prepared, plan = judged(folder, *sets)
-    args = {"steps": steps, "folder": str(folder)}
-    losses = launch(fsdp_ranks.train, prepared.ranks, args, given=[given_text(prepared, plan)])[0]
-    ours, first, last = run(*sets, steps=steps), *(np.load(folder / f"{n}.npz") for n in ("first", "last"))
-    assert np.abs(np.array(ours.object["losses"]) / losses - 1).max() <= ROUNDING
-    assert distance(merged(ours.first), part_of(first, "grad/")) <= ROUNDING
-    assert distance(merged(ours.params), part_of(last, "param/")) <= ROUNDING
+def _as_torchs_shards(folder: Path, *jobs: tuple[str, ...], steps: int) -> None:
+    """Jobs of as many ranks, in one launch: what each rank of torch's imports takes longer than a run."""
+    folders = [folder / str(k) for k in range(len(jobs))]
+    for at in folders:
+        at.mkdir()
+    made = [judged(at, *sets) for at, sets in zip(folders, jobs, strict=True)]
+    args = {"steps": steps, "folders": [str(at) for at in folders]}
+    found = launch(fsdp_ranks.train, made[0][0].ranks, args, given=[given_text(*each) for each in made])[0]
+    for at, sets, losses in zip(folders, jobs, found, strict=True):
+        ours, first, last = run(*sets, steps=steps), *(np.load(at / f"{n}.npz") for n in ("first", "last"))
+        assert np.abs(np.array(ours.object["losses"]) / losses - 1).max() <= ROUNDING
+        assert distance(merged(ours.first), part_of(first, "grad/")) <= ROUNDING
+        assert distance(merged(ours.params), part_of(last, "param/")) <= ROUNDING
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ def _as_torchs_shards(folder: Path, sets: tuple[str, ...], steps: int) -> None:
 def test_a_wrong_sum_over_replicas_is_seen(
     fault: Callable[..., Any], zero: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = (*TWO, f"parallel.zero={zero}", "optimizer.clip_norm=0")
+    sets = (*TWO, FEW, f"parallel.zero={zero}", "optimizer.clip_norm=0")
     monkeypatch.setattr(cli, "RANK", fault)
     assert _far(sets) > VISIBLE
 
@@ -241,7 +246,7 @@ def _far(sets: tuple[str, ...]) -> float:
 @pytest.mark.parametrize("zero", [1, 2])
 def test_weights_that_are_not_gathered_after_the_update_are_seen(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "RANK", zero_faults.ungathered)
-    assert _far((*TWO, f"parallel.zero={zero}")) == math.inf
+    assert _far((*TWO, FEW, f"parallel.zero={zero}")) == math.inf
 
 
 def test_weights_freed_early_end_the_run_at_their_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +263,7 @@ DECAYS = ('optimizer.no_decay=["*norm*"]', *FALLS)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_shards_decay_by_the_names_in_them(zero: int) -> None:
     one = alone(*DECAYS, steps=3)
-    ran = run(f"parallel.zero={zero}", "parallel.dp=2", "schedule.microbatches=2", *DECAYS, steps=3)
+    ran = run(f"parallel.zero={zero}", "parallel.dp=2", FEW, *DECAYS, steps=3)
     assert error(ran, one) < ROUNDING
     plain = alone(*FALLS, steps=3)
     assert distance(plain.params, one.params) > VISIBLE  # it is felt

@@ -68,7 +68,7 @@ def _moved(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Plan, list[Mess
     """One step's messages, rank by rank."""
     with tempfile.TemporaryDirectory() as name:
         _inject(monkeypatch, inline_faults.noted, {"folder": name})
-        ran, out = run(*sets, steps=2), []
+        ran, out = run(*sets, "schedule.microbatches=2", steps=2), []
         for rank in range(ran.object["ranks"]):
             rows = Counter(tuple(r) for r in json.loads((Path(name) / f"inline-{rank}.json").read_text()))
             assert all(count % 2 == 0 for count in rows.values())  # both steps send the same
@@ -160,7 +160,7 @@ def test_a_rank_holds_its_share_of_every_parameter(
     sets: tuple[str, ...], shards: tuple[int, int], tmp_path: Path
 ) -> None:
     """shards: over how many ranks ZeRO cuts what tp has cut, and what it has not."""
-    held = run(*sets, steps=1).object["memory"]["persistent_bytes"]
+    held = run(*sets, "schedule.microbatches=2", steps=1).object["memory"]["persistent_bytes"]
     prepared, plan = judged(tmp_path, *sets)
     promised = state(plan, CostModel(prepared, hardware_of(prepared.job)).recipe)
     params = {p.name: p for e in plan.graph.entries for p in e.part.params}.values()

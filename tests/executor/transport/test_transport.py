@@ -8,7 +8,7 @@ from executor.parallel.inline import holders
 from executor.runtime.worker import RankContext
 from executor.transport.base import DelayedTransport, Transport, TransportError, TransportTopology
 from executor.transport.groups import NcclTransportHandle
-from executor.transport.local import LocalTransport
+from executor.transport.local import LocalTransport, LocalTransportHub
 from ir.core.work import MessageKind
 from tests.executor.threads import run_threads
 from tests.executor.transport.fake_nccl import FakeNccl
@@ -123,6 +123,16 @@ def test_a_failed_virtual_rank_wakes_the_others() -> None:
 
     with pytest.raises(ValueError, match="bad luck"):
         run_threads(main, TOPOLOGY)
+
+
+def test_it_wakes_those_that_wait_already_and_stops_those_that_come() -> None:
+    hub = LocalTransportHub(TOPOLOGY)
+    t = LocalTransport(hub, 1)
+    waiting = [t.recv(0, torch.empty(1)), t.all_reduce("world", torch.ones(1))]
+    hub.fail(0)
+    for handle in (*waiting, t.recv(0, torch.empty(1)), t.all_reduce("world", torch.ones(1))):
+        with pytest.raises(TransportError, match="rank 0 has failed"):
+            handle.wait()
 
 
 def _lonely(ctx: RankContext) -> str:

@@ -1,7 +1,7 @@
 """What the doctor asks of schedules, exchanges, a GPU's rules and predictions: green here, red for what is planted."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from executor.launch.forkserver import RankForkServer
 from ir.core.errors import ErrorKind
 from ir.schedules.registry import NAMES
 from piper_sim.app.cli import main
 from piper_sim.app.doctor import command, forecast, gpu_rules, runs
+from tests.executor.threads import one_core
 from tests.refusals import refused
 
 HERE = runs.MachineRanks()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Ranks are threads, on one core."""
+    with one_core(RankForkServer.get().process.pid):
+        yield
 
 
 @pytest.fixture
@@ -49,6 +58,7 @@ def test_exchanges_are_uneven_and_some_are_empty(curve: Callable[[str], None], m
     assert "none uneven or empty" in refused(lambda: runs.exchanges(HERE)).message
 
 
+@pytest.mark.usefixtures("threads")
 def test_nothing_races_and_a_detector_that_is_blind_or_finds_something_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     found = gpu_rules.races()
     assert found["races"] == 0 and found["without_marks"] > found["of_freed_memory"] > 0
@@ -58,6 +68,7 @@ def test_nothing_races_and_a_detector_that_is_blind_or_finds_something_is_red(mo
     assert refused(gpu_rules.races).kind is ErrorKind.ILLEGAL_PLAN
 
 
+@pytest.mark.usefixtures("threads")
 def test_the_host_waits_where_it_is_said_to_and_elsewhere_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_rules.host_waits()["ops"]
     real = gpu_rules.host_reads

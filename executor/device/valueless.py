@@ -14,16 +14,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map
 
 from executor.device.memory import OpWatch, tensors_of
-from executor.modules.user.annotate import model_error
+from ir.core.errors import ErrorKind, PiperError
 
 _NEW = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")  # of sizes, not of values
 
 
-class Valueless(OpWatch):
+class ValuelessModel(OpWatch):
     """What is written into a module's parameters inside is not, and what is computed from them is not, either: memory
     that the operating system has given, and nobody has touched, is none.
 
-    >>> with Valueless().building() as mode:
+    >>> with ValuelessModel().building() as mode:
     ...     net = nn.Linear(4, 4)
     ...     narrow = net.weight.to(torch.bfloat16)
     >>> mode.without(net.weight), mode.without(narrow), mode.without(torch.ones(2))
@@ -94,7 +94,7 @@ _BUILDS = threading.local()  # mode: of the thread that builds
 
 
 def _registered(module: nn.Module, name: str, param: Tensor | None) -> None:
-    mode: Valueless | None = getattr(_BUILDS, "mode", None)
+    mode: ValuelessModel | None = getattr(_BUILDS, "mode", None)
     if mode is not None and param is not None:
         mode.note(param)
 
@@ -114,7 +114,8 @@ def _meta(x: Any) -> Any:
     return torch.device("meta") if isinstance(x, torch.device) else x
 
 
-def _asks(what: str) -> Exception:
+def _asks(what: str) -> PiperError:
     message = f"build() reads the values of parameters ({what}), which model.weights has"
     fix = "from_pretrained in build(), and no model.weights"
-    return model_error(message, fix, "a build() that goes by sizes alone", "model.weights")
+    allowed = "a build() that goes by sizes alone"
+    return PiperError(ErrorKind.MODEL, message, key="model.weights", allowed=allowed, suggestion=fix)
