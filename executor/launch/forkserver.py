@@ -25,10 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from executor.device.memory import resolve_operators
-from executor.runtime.flight import SIGNAL
-from executor.runtime.given import forget, given_name, read_given
-
 _ROOT = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
 _KEEP = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -78,7 +74,8 @@ def _stderr() -> int:
 
 
 class RankForkServer(RankServerLines):
-    """The parent's end. One per process, started at first use.
+    """The parent's end. One per process, started at first use: who will launch something asks before it imports torch,
+    which the server then imports meanwhile.
 
     >>> server = RankForkServer.get(); server is RankForkServer.get()
     True
@@ -97,7 +94,7 @@ class RankForkServer(RankServerLines):
             return cls._one
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self.owner, self._asked = os.getpid(), False
         ours, theirs = socket.socketpair()
         super().__init__(ours)
         # Isolated (-I): neither the working directory nor PYTHONPATH comes before Python's own library. The collector
@@ -120,6 +117,11 @@ class RankForkServer(RankServerLines):
         theirs.close()
         atexit.register(self.close)
 
+    def send(self, **message: Any) -> None:
+        """See `RankServerLines`."""
+        self._asked = True
+        super().send(**message)
+
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
         """What has happened, waiting at most so long for the first. Raises RankServerGone."""
         ready, _, _ = select.select([self.end], [], [], timeout_s)
@@ -129,6 +131,8 @@ class RankForkServer(RankServerLines):
         """Ends the server, and whatever it has started."""
         if self.owner != os.getpid():
             return
+        if not self._asked:
+            self.process.kill()  # it may be importing, and is nobody's
         self.end.close()
         try:
             self.process.wait(timeout=10)
@@ -170,6 +174,8 @@ class RankServer:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _answer(self, end: int) -> None:
+        from executor.runtime.flight import SIGNAL
+
         try:
             while True:
                 ready, _, _ = select.select([end, self.wake], [], [])
@@ -190,6 +196,8 @@ class RankServer:
 
     def _start(self, folder: str, env: dict[str, str]) -> None:
         """All processes of a launch, behind what they are given. env: the launcher's, which may have changed since."""
+        from executor.device.memory import resolve_operators
+        from executor.runtime.given import forget, given_name, read_given
         from executor.runtime.worker import main
 
         def life(spec: dict[str, Any], ranks: list[int]) -> int:

@@ -36,6 +36,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _tools() -> tuple[Any, Any]:
     """What measures here; needs torch."""
+    from executor.launch.forkserver import RankForkServer
+
+    RankForkServer.get()  # imports it while this process does
     from executor.launch import run
     from executor.measure import calibrate as stopwatch
 

@@ -38,10 +38,13 @@ FILES = (
 
 def main(args: argparse.Namespace) -> int:
     """Build the plan, launch it, print losses and where the time went."""
+    from executor.launch.forkserver import RankForkServer
+
+    job = load_job(args.job, args.sets)
+    RankForkServer.get()  # imports torch while this process does
     from executor.launch.run import run
     from ir.job.run_options import CheckpointOptions
 
-    job = load_job(args.job, args.sets)
     p = predict(job)
     out = None if args.out is None else Path(args.out)
     refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work

@@ -24,10 +24,13 @@ MISSED = 5
 
 def main(args: argparse.Namespace) -> int:
     """Print the comparison; 5 where a gate is missed."""
+    from executor.launch.forkserver import RankForkServer
+
+    job = load_job(args.job, args.sets)
+    RankForkServer.get()  # imports torch while this process does
     from executor.launch import run as executor
     from executor.measure.peak_bytes import peak_bytes
 
-    job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
     options = JobRunOptions.of(args, args.ranks)
     with progress(f"calibrating and running on {args.ranks} processes"):

@@ -130,6 +130,9 @@ def test_the_ranks_server_can_say_something_whatever_its_launcher_had_closed(
         def wait(self, timeout: float) -> None:
             pass
 
+        def kill(self) -> None:
+            pass
+
     fstat = os.fstat
 
     def shut(fd: int) -> os.stat_result:
@@ -142,6 +145,15 @@ def test_the_ranks_server_can_say_something_whatever_its_launcher_had_closed(
         monkeypatch.setattr(forkserver.os, "fstat", shut)
     RankForkServer().close()
     assert asked == [where, where]
+
+
+def test_a_server_that_nobody_has_asked_is_not_waited_for() -> None:
+    server, other = RankForkServer(), RankForkServer()
+    server.close()
+    assert server.process.returncode == -signal.SIGKILL, "it has not come to its imports' end"
+    other.send(ask=[])
+    other.close()
+    assert other.process.returncode == 0
 
 
 @contextmanager
