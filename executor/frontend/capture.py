@@ -84,8 +84,9 @@ def _built_without_values(build: object) -> object:
     """What `build` makes inside the fake mode; what it has read from files, too, is left without values."""
     assert callable(build)
     made = build()
-    real = isinstance(made, nn.Module) and not all(isinstance(p, FakeTensor) for p in made.parameters())
-    return _without_values(made) if real and isinstance(made, nn.Module) else made
+    if not isinstance(made, nn.Module) or all(isinstance(p, FakeTensor) for p in made.parameters()):
+        return made
+    return _without_values(made)
 
 
 def _without_values(module: nn.Module) -> nn.Module:

@@ -82,15 +82,15 @@ class UserModel:
         values: HubCheckpoint | None = None,
     ) -> None:
         assert callable(build)
-        self._values, none = values, ValuelessModel()
-        blank: Callable[[], AbstractContextManager[Any]] = nullcontext if values is None else none.building
+        self._values, blank = values, ValuelessModel()
+        making: Callable[[], AbstractContextManager[Any]] = nullcontext if values is None else blank.building
         with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            with host_seeded(seed), blank():
+            with host_seeded(seed), making():
                 module = built(build)
         if not isinstance(module, nn.Module):
             raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
-        with blank():
+        with making():
             self.module = module if dtype is None else _cast(module, dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
         self.live = not tags  # its code runs as it stands, and may make tensors without saying where
@@ -99,13 +99,13 @@ class UserModel:
         if divided is not None and not tags:
             message, fix = "annotated code is not divided over tp", 'tags = { PP = "model.layers.*" }'
             raise job_error("parallel.tp", message, fix, "1 without tags")
-        with blank():
+        with making():
             experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
         with TRACING, host_seeded(seed):
             whole = None if divided is None else shapes_of(self.module, *batch)
-        with blank():
+        with making():
             self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
-        none.refuse_made(self.module)
+        blank.refuse_made(self.module)
         self._stacked = {id(p): shard for part in experts for p in part.parameters()}
         self._names = {id(p): n for n, p in self.module.named_parameters()}
         saved = self.module.state_dict(keep_vars=True)

@@ -98,10 +98,19 @@ def test_updates_are_torchs(formats: str, scale: float, as_gpu: Callable[[], Non
     dtype, wide = (getattr(torch, name) for name in formats.split())
     as_gpu()
     torch.manual_seed(0)
-    mine = {"a.weight": torch.randn(7, 3, dtype=dtype), "b.bias": torch.randn(70, dtype=dtype)}
+    sizes = {
+        "a.weight": (7, 3),
+        "b.bias": (70,),
+        "c.weight": (4, 5),
+        "d.weight": (30,),
+        "e.weight": (2,),
+        "f.bias": (1,),
+    }
+    mine = {n: torch.randn(size, dtype=dtype) for n, size in sizes.items()}  # several in a list, and in lists of copies
     theirs = {n: p.to(wide, copy=True).requires_grad_() for n, p in mine.items()}
     config = JobOptimizer(lr=0.1, weight_decay=0.1, no_decay=("*bias",), clip_norm=1.0)
-    groups = [{"params": [theirs["a.weight"]]}, {"params": [theirs["b.bias"]], "weight_decay": 0.0}]
+    heavy, light = ([p for n, p in theirs.items() if n.endswith(end)] for end in ("weight", "bias"))
+    groups = [{"params": heavy}, {"params": light, "weight_decay": 0.0}]
     oracle, opt = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.1, foreach=False), Optimizer(config, mine, wide)
     for step in range(3):
         given = {n: torch.randn_like(p) for n, p in mine.items()}
