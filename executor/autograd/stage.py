@@ -148,12 +148,12 @@ class Stage:
         flow.give(trade.arrives, {name: tuple(range(len(trade.arrives)))}, readers, again=again)
         if pass_ is Pass.F and not wire.back:
             for unit in self._behind(name):
-                flow.extras[unit] = (route.got,)
+                flow.extras[unit] = (route.tables,)
         return trade
 
     def _route(self, flow: MicrobatchState, wire: ExpertAllToAll, mb: int) -> ExpertRoute:
         counts, (chunk, _, _) = flow.counts.pop(wire.counts), wire.counts.rpartition(".")
-        return counts.route(wire.ranks) if self._routes is None else self._routes(chunk, mb)
+        return counts.route(wire.group) if self._routes is None else self._routes(chunk, mb)
 
     def take_output(self, mb: int) -> Values:
         """What the units that nobody reads have left, to be sent or read; several losses are added up."""

@@ -202,7 +202,8 @@ def survey(
             if wire.counts and not wire.back:  # as many rows from each rank for each expert
                 (((experts,), _),) = shapes[wire.counts]
                 rows = balanced(inputs[0][0][0], experts)
-                extras = [[rows[k :: wire.ranks] for k in range(wire.ranks)]]
+                ranks = wire.group.spread
+                extras = [[[rows[k::ranks] for k in range(ranks)]]]
         weights = {names[id(p)]: p for p in module.parameters()}
         forget_tables()
         forget_masks()

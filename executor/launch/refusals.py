@@ -36,15 +36,15 @@ def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, h
 
 
 def _refuse_job(prepared: PreparedJob, real: bool) -> None:
-    if (size := prepared.mesh.sizes["etp"]) > 1:
-        raise _not_yet(f"etp = {size}", "parallel.etp", "1")
     if prepared.config.mtp and prepared.layers[-1] == 0:
         message = "an MTP module on a stage without the last layer"
         raise _not_yet(message, "parallel.layers", "at least 1 layer on the last stage")
     if offload := prepared.job.optimizer.offload:
         raise _not_yet(f"an update of which the host makes {offload:g}", "optimizer.offload", "0")
-    if prepared.job.optimizer.name == "muon" and (size := prepared.mesh.sizes["tp"]) > 1:
-        raise _not_yet(f"Muon of matrices that tp = {size} cuts", "parallel.tp", "1")
+    if prepared.job.optimizer.name == "muon":
+        for axis in ("tp", "etp"):
+            if (size := prepared.mesh.sizes[axis]) > 1:
+                raise _not_yet(f"Muon of matrices that {axis} = {size} cuts", f"parallel.{axis}", "1")
     if real:
         _refuse_arithmetic(prepared)
     _refuse_formats(prepared)
@@ -55,7 +55,7 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     check_divided(prepared.plan().graph)
     _refuse_patterns(prepared)
     if job.run.compile:
-        for axis in ("tp", "cp"):  # ranks that meet inside of an op do so from Python
+        for axis in ("tp", "cp", "etp"):  # ranks that meet inside of an op do so from Python
             if (size := prepared.mesh.sizes[axis]) > 1:
                 raise _not_yet(f"{axis} = {size} inside of compiled code", f"parallel.{axis}", "1")
         _check_compiler()

@@ -26,7 +26,7 @@ from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
 from executor.runtime.rank import crossing
 from executor.runtime.rank_model import RankModel
-from ir.graph.expert_rows import spread_over
+from ir.graph.expert_rows import spread_chunks
 from ir.job.build import PreparedJob
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
@@ -111,7 +111,7 @@ class FakeRank:
         self.prepared, self.plan = prepared, plan
         self.device, self.transport = HostDevice(), TransportWithoutPeers(rank)
         self.program, self.region = RankPlan.of(plan, rank), RankRegion.of(plan, rank, self.transport)
-        routes = planned_routes(prepared, plan.graph, self.program.places, rank) if spread_over(plan.graph) else None
+        routes = planned_routes(prepared, plan.graph, self.program.places, rank) if spread_chunks(plan.graph) else None
         self.local = RankModel.of(prepared, plan, rank, self.device, self.region, routes=routes)
 
     def peak(self) -> int:
@@ -149,7 +149,7 @@ def peak_bytes(prepared: PreparedJob, plan: Plan) -> tuple[int, ...] | None:
 
     None where nobody knows before: ranks exchange rows of tokens, and routers choose how many.
     """
-    if spread_over(plan.graph) and not prepared.job.routing.forced:
+    if spread_chunks(plan.graph) and not prepared.job.routing.forced:
         return None
     return peaks(prepared, plan, real=prepared.job.model.module is not None or quick(plan))
 

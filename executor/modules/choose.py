@@ -13,6 +13,7 @@ from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
 from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel, load_callable
+from executor.parallel.expert_all_to_all import ExpertGroup
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
@@ -29,14 +30,14 @@ def model_of(
     prepared: PreparedJob,
     held: Mapping[str, ParamShard] | None = None,
     region: RankRegion | None = None,
-    spread: Mapping[str, int] | None = None,
+    spread: Mapping[str, ExpertGroup] | None = None,
     guide: ExpertRouterGuide | None = None,
     where: torch.device = HostDevice.torch,
 ) -> Model:
     """The job's model in the model graph's parts, with the values every rank would give it.
 
     held: what a rank holds of the parameters (`executor.parallel.shares`); all of each without it. region: whom it
-    meets inside parts. spread: over how many ranks a chunk's experts are. guide: the routers'.
+    meets inside parts. spread: over which ranks a chunk's experts are. guide: the routers'.
     where: who draws first values; modules are built on the host all the same.
     """
     job, precision = prepared.job, precision_of(prepared.job)

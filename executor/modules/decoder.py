@@ -24,7 +24,7 @@ from executor.modules.moe import (
     SharedExperts,
     moe_of,
 )
-from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
+from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
@@ -118,7 +118,7 @@ class DecoderModel:
         default_factory=dict
     )  # of the parameters that tp or ep cuts, what a rank holds
     region: RankRegion = field(default_factory=RankRegion)  # the ranks that it shares the work of a part with
-    spread: Mapping[str, int] = field(default_factory=dict)  # chunk → over how many ranks its experts are, if over any
+    spread: Mapping[str, ExpertGroup] = field(default_factory=dict)  # chunk → over which ranks its experts are, if so
     guide: ExpertRouterGuide = field(default_factory=ExpertRouterGuide)  # of its routers
     weights: HubCheckpoint | None = None  # first values, instead of drawn ones
     where: torch.device = HostDevice.torch  # who draws them
@@ -221,7 +221,7 @@ class DecoderModel:
         shared = ("shared",) if c.moe and c.moe.shared_ffn else ()
         if spread:
             parts["router"] = ExpertParallelRouter(c, make, prefix, layer, self.guide)
-            parts["experts"] = ExpertParallelExperts(Experts(c, make, prefix))
+            parts["experts"] = ExpertParallelExperts(Experts(c, make, prefix), self.region.etp)
             parts |= {
                 s: FeedForwardLayer(c, make, f"{prefix}mlp.shared_experts.", moe_of(c).shared_ffn) for s in shared
             }

@@ -8,11 +8,14 @@
 over ranks, exchanges of rows (`executor.parallel.expert_all_to_all`) stand behind dispatch and before combine:
 
     router: x → tokens (for shared experts), rows sorted by expert with their weights, their order, counts by expert
-    experts: rows from all ranks, sorted by source → regrouped by expert · products · as they came
+    experts: rows from all ranks, sorted by source → regrouped by expert · products · as they came; where etp cuts
+        experts, of all rows that any rank of the group got, and sums over it go back
     add: x + the sums of each token's rows + shared
 
 Who reads what is in `ir.graph.expert_rows`.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +36,10 @@ from executor.modules.functions import (
 )
 from executor.modules.hub_weights import BIAS
 from executor.modules.layers import FeedForwardLayer, NormLayer, Params
+from executor.modules.parallel import every_rows, own_sums
 from executor.modules.remade import remade
 from executor.parallel.expert_all_to_all import Table
+from executor.parallel.inline import RankAxis
 from executor.parallel.router_guide import ExpertRouterGuide, rows_of_each
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 
@@ -198,17 +203,21 @@ class ExpertParallelRouter(nn.Module):
 
 
 class ExpertParallelExperts(nn.Module):
-    """Part `experts`: this rank's experts, on rows from all ranks."""
+    """Part `experts`: this rank's experts, on rows from all ranks. etp: to ranks with other columns of the same."""
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: nn.Module, etp: RankAxis | None = None) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.etp = experts, etp or RankAxis()
 
-    def forward(self, rows: Tensor, weights: Tensor, got: Table) -> Tensor:
-        """Rows (rows, h) and weights (rows, 1) of each source, sorted by expert; got: [source, expert] rows."""
-        order = by_expert(got, rows.device)
-        counts = [sum(column) for column in zip(*got, strict=True)]
-        return unpermute(self.experts(permute(rows, order, 1), permute(weights, order, 1), counts), order, 1)
+    def forward(self, rows: Tensor, weights: Tensor, got: Sequence[Table]) -> Tensor:
+        """Rows (rows, h) and weights (rows, 1) of each source, sorted by expert; got: [etp, source, expert] rows."""
+        each = [sum(map(sum, table)) for table in got]
+        rows, weights = (every_rows(self.etp, t, each) for t in (rows, weights))
+        every = [source for table in got for source in table]
+        order = by_expert(every, rows.device)
+        counts = [sum(column) for column in zip(*every, strict=True)]
+        found = unpermute(self.experts(permute(rows, order, 1), permute(weights, order, 1), counts), order, 1)
+        return own_sums(self.etp, found, each)
 
 
 def by_expert(got: Table, to: torch.device = torch.device("cpu")) -> Tensor:

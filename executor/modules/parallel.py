@@ -89,6 +89,42 @@ def _stretch(wire: RankAxis, x: Tensor) -> Tensor:
     return x.chunk(wire.size, -2)[wire.index].clone(memory_format=torch.contiguous_format)
 
 
+# Rows of experts, of which each rank of a group has its own number
+
+
+def every_rows(wire: RankAxis, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows (counts[index], …) of each rank → (sum of counts, …), rank by rank, whose gradients are added up."""
+    back = partial(_own_sums, wire, counts=counts)
+    return rows if wire.size == 1 else across(rows, partial(_every_rows, wire, counts=counts), back)
+
+
+def own_sums(wire: RankAxis, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """The way back: partial sums (sum of counts, …) → sums over ranks of this one's rows (counts[index], …)."""
+    back = partial(_every_rows, wire, counts=counts)
+    return rows if wire.size == 1 else across(rows, partial(_own_sums, wire, counts=counts), back)
+
+
+def _every_rows(wire: RankAxis, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Messages are as long as the longest rank's: collectives have one size."""
+    longest, rows = max(counts), rows.detach()
+    if len(rows) < longest:
+        rows = torch.cat((rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])))
+    every = wire.gather(rows)
+    if len(set(counts)) == 1:
+        return every.flatten(0, 1)
+    return torch.cat([of[:count] for of, count in zip(every, counts, strict=True)])
+
+
+def _own_sums(wire: RankAxis, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    longest, rows = max(counts), rows.detach()
+    if len(set(counts)) == 1:
+        return wire.scatter(rows.unflatten(0, (wire.size, longest)))
+    every = rows.new_zeros(wire.size, longest, *rows.shape[1:])
+    for of, own in zip(every, rows.split(list(counts)), strict=True):
+        of[: len(own)] = own
+    return wire.scatter(every)[: counts[wire.index]].clone(memory_format=torch.contiguous_format)
+
+
 # Column-parallel linears: the input's gradient and the weights' are found by two nodes, joined by a third, so that
 # the pass that wants one of them runs no more than that.
 

@@ -1,4 +1,4 @@
-"""A rank's ends of the groups that meet inside compute ops, over tensor and context parallel axes: it blocks there.
+"""A rank's ends of the groups that meet inside compute ops, over tp, cp and etp: it blocks there.
 
 The plan has these messages as `Node.inline`, with the op's own work, in the order they happen in.
 """
@@ -24,7 +24,7 @@ from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.workload.part import PartLayout
 
-AXES = ("tp", "cp")
+AXES = ("tp", "cp", "etp")
 PATIENCE_S = 2.0
 
 Meeting = tuple[str, tuple[int, ...], frozenset[MessageKind]]  # a group's name, its ranks, what they do there
@@ -156,6 +156,7 @@ class RankRegion:
 
     tp: RankAxis = field(default_factory=RankAxis)  # to ranks with other heads, columns, words
     cp: RankAxis = field(default_factory=RankAxis)  # to ranks with other tokens of each sequence
+    etp: RankAxis = field(default_factory=RankAxis)  # to ranks with other columns of the same experts
     sequence: bool = False  # sequence parallelism: tp's ranks have other tokens between the regions that tp divides
     heads: bool = False  # inside of attention cp's ranks have other heads, of whole sequences
 
@@ -180,14 +181,16 @@ class RankRegion:
         """As a plan divides its parts. Without a transport nothing moves. Raises PiperError: as `check_divided`."""
         check_divided(plan.graph)
         places, layout = RankPlacement.of(plan), next((e.layout for e in plan.graph.entries), PartLayout())
+        columns = max((e.layout.etp for e in plan.graph.entries), default=1)  # parts without experts have none
         program = places.program(rank)
         wires = []
-        for axis, size in zip(AXES, (layout.tp, layout.cp), strict=True):
+        for axis, size in zip(AXES, (layout.tp, layout.cp, columns), strict=True):
             members = places.group(rank, (axis,), (program,))
             wires.append(
                 RankAxis(size, members.index(rank), axis, members, transport, progress) if size > 1 else RankAxis()
             )
-        return cls(wires[0], wires[1], layout.sequence_parallel, layout.cp_heads)
+        tp, cp, etp = wires
+        return cls(tp, cp, etp, layout.sequence_parallel, layout.cp_heads)
 
 
 def check_divided(graph: Graph) -> None:

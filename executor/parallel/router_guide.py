@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from executor.device.device import Device, upload
-from executor.parallel.expert_all_to_all import ExpertRoute
+from executor.parallel.expert_all_to_all import ExpertGroup, ExpertRoute
 from ir.graph.graph import Graph
 from ir.job.build import PreparedJob
 from ir.job.routing.forced import ForcedExperts
@@ -97,13 +97,13 @@ def planned_routes(
     prepared: PreparedJob, graph: Graph, places: RankPlacement, rank: int
 ) -> Callable[[str, int], ExpertRoute]:
     """(chunk, microbatch) → how many rows a rank would send and get under the job's `[routing]`."""
-    found, program = ForcedExperts.of(prepared, graph), places.program(rank)
-    ranks = places.group(rank, ("ep",), (program,))
+    found, group, ranks = ForcedExperts.of(prepared, graph), ExpertGroup.of(places, rank), places.expert_group(rank)
     sources, mine = [places.position(r) for r in ranks], ranks.index(rank)
     numbers = {x.entry.chunk.name: x.number for x in found.layers}
 
     def route(chunk: str, mb: int) -> ExpertRoute:
-        counts = found.counts.tokens(numbers[chunk], mb)[sources].reshape(len(ranks), len(ranks), -1)
-        return ExpertRoute(counts[mine].tolist(), counts[:, mine].tolist())
+        counts = found.counts.tokens(numbers[chunk], mb)[sources].reshape(len(ranks), group.spread, -1)
+        here = counts[:, group.experts[mine]].tolist()
+        return ExpertRoute(group, counts[mine].tolist(), group.by_columns(here))
 
     return route

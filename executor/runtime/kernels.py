@@ -71,7 +71,7 @@ class BlankStage:
         assert self._routes is not None
         chunk, _, _ = name.rpartition(".")
         route, hidden = self._routes(chunk, mb), self._grad.shape[-1]
-        wire = exchanges(chunk, len(route.sent))[name]
+        wire = exchanges(chunk, route.group)[name]
         if not wire.counts:
             return even(wire, torch.tensor(route.sent, device=CPU).flatten())
         leaving = route.sent if wire.back == (pass_ is Pass.I) else route.got

@@ -33,7 +33,7 @@ from executor.runtime.target import temporary
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportTopology
 from ir.core.work import MessageKind
-from ir.graph.expert_rows import spread_over
+from ir.graph.expert_rows import spread_chunks
 from ir.graph.sync import buckets
 from ir.job.build import PreparedJob, precision_of
 from ir.job.run_options import JobRunOptions
@@ -238,7 +238,7 @@ def blank(prepared: PreparedJob, plan: Plan, program: RankPlan, spec: PlanRun) -
     mine = sorted({n.stage for n in graph.nodes if not n.once and program.number in n.groups})
     empty = crossing(prepared, HostDevice())
     places, rank = program.places, program.rank
-    routes = planned_routes(prepared, graph, places, rank) if spread_over(graph) else None
+    routes = planned_routes(prepared, graph, places, rank) if spread_chunks(graph) else None
     stages = {
         s: BlankStage([e.name for e in entries if e.stage == s], empty, last=s == graph.stages - 1, routes=routes)
         for s in mine

@@ -16,12 +16,12 @@ from executor.modules.choose import gathered_format, model_of, recomputed, remad
 from executor.modules.user.model import UserModel
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
-from executor.parallel.expert_all_to_all import ExpertRoute
+from executor.parallel.expert_all_to_all import ExpertGroup, ExpertRoute
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide, guide_of
 from executor.parallel.shares import ParamShard, shares
 from executor.runtime.kernels import RealKernels
-from ir.graph.expert_rows import spread_over
+from ir.graph.expert_rows import spread_chunks
 from ir.graph.sync import buckets, repeated
 from ir.job.build import PreparedJob, precision_of
 from ir.plan.places import RankPlacement
@@ -70,7 +70,8 @@ class RankModel:
         mine = sorted({n.stage for n in plan.graph.nodes if not n.once and places.program(rank) in n.groups})
         chunks = list(dict.fromkeys(e.chunk.name for e in entries if e.stage in mine))
         with on_host():
-            model = model_of(prepared, held, region, spread_over(plan.graph), guide, device.torch)
+            spread = dict.fromkeys(spread_chunks(plan.graph), ExpertGroup.of(places, rank))
+            model = model_of(prepared, held, region, spread, guide, device.torch)
             built = model.build(chunks)
             if isinstance(model, UserModel):
                 model.keep(chunks)

@@ -38,7 +38,6 @@ def reads(part: str, before: tuple[str, ...]) -> tuple[str, ...]:
     return (*READS[part], *before[1:]) if part in READS else before
 
 
-def spread_over(graph: Graph) -> dict[str, int]:
-    """Over how many ranks the experts of each chunk are, of those where rows travel."""
-    layouts = {e.chunk.name: e.layout for e in graph.entries if e.part.name == "experts"}
-    return {chunk: layout.ep for chunk, layout in layouts.items() if spread(layout)}
+def spread_chunks(graph: Graph) -> tuple[str, ...]:
+    """The chunks whose experts are on several ranks, so that rows travel."""
+    return tuple(e.chunk.name for e in graph.entries if e.part.name == "experts" and spread(e.layout))

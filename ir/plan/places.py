@@ -66,6 +66,10 @@ class RankPlacement:
         base -= sum(base // t.stride % t.size * t.stride for a in inner for t in self.mesh.axes[a])
         return tuple(base + offset for offset in self.mesh.offsets(inner, programs))
 
+    def expert_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the experts of a rank's layers between them, in ascending order."""
+        return self.group(rank, ("etp", "ep"), (self.program(rank),))
+
 
 def sharers(bucket: Bucket, places: RankPlacement, rank: int) -> tuple[int, ...]:
     """The ranks that a bucket is sharded over, or kept in step on: between programs too, if reduced once per step."""

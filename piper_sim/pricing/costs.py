@@ -196,7 +196,7 @@ class CostModel:
             column = np.array([a == together for a in axes])
             slowest = self._speed(self.ground.slowest(together), program, first)[:, column, None]
             rest = (quantised(kernels[:, column] / slowest) - out[:, column][..., KERNELS]).sum(axis=2)
-            out[:, column, CostShare.TP if "tp" in together else CostShare.CP] += rest
+            out[:, column, CostShare.CP if together == ("cp",) else CostShare.TP] += rest
         return out
 
     @staticmethod
@@ -226,12 +226,14 @@ class CostModel:
             if n.kind is Pass.W:
                 out[own] += sum(self.kernel(k) for k in accumulate(n.work, self.recipe))
             launched = self.hardware.software.async_tp and not self.tp_overlap
-            beside = 0.0
+            beside, experts = 0.0, 0.0
             for message in n.inline:
                 axis = CostShare.CP if "cp" in message.axes else CostShare.TP
                 seconds = max(self.message(message, (), seat), self.hardware.software.dispatch_us * 1e-6)
                 if launched and runs_beside(n.kind, message):
                     beside += seconds
+                elif "etp" in message.axes:  # no user buffers of experts
+                    experts += seconds
                 else:
                     out[axis] += seconds
             if beside:
@@ -240,6 +242,7 @@ class CostModel:
             if out[CostShare.TP] and self.tp_overlap:
                 pieces = self.mesh.sizes["tp"]
                 out[own], out[CostShare.TP] = under_products(n.work, out[own], out[CostShare.TP], pieces, self.kernel)
+            out[CostShare.TP] += experts
         if (found := self.measured.node(n)) is None:
             return out
         over = KERNELS if found.alone else list(CostShare)  # alone: what messages inside it take comes on top

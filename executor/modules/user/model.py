@@ -40,7 +40,7 @@ from executor.modules.user.routed import (
     mark_experts,
     refuse_unlike_experts,
 )
-from executor.parallel.expert_all_to_all import ExpertAllToAll, exchanges
+from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import run_file
@@ -175,7 +175,7 @@ class UserModel:
                 tokens = {f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried))}
                 ports[f"{name}.router"] = {**expert_rows.ports(name, shared=False), **tokens}
                 if self._ep > 1:
-                    between |= exchanges(name, self._ep)
+                    between |= exchanges(name, ExpertGroup.among(self._ep))
             else:
                 reads[key] = (before,)
             wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()

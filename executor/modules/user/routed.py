@@ -135,9 +135,9 @@ class UserExpertRouter(nn.Module):
 class UserExpertsOfOneRank(ExpertParallelExperts):
     """Part `experts` where no rows travel: their numbers come from the router."""
 
-    def forward(self, rows: Tensor, weights: Tensor, got: Table | Tensor) -> Tensor:
+    def forward(self, rows: Tensor, weights: Tensor, got: Sequence[Table] | Tensor) -> Tensor:
         if isinstance(got, Tensor):
-            got = [balanced(len(rows), len(got)) if is_fake(got) else got.tolist()]
+            got = [[balanced(len(rows), len(got)) if is_fake(got) else got.tolist()]]
         return super().forward(rows, weights, got)
 
 

@@ -20,14 +20,17 @@ _CHOSEN, _SORTED, _PUT_BACK = (5, 9), (7, 2 * _PICKS), (5, 4 + _PICKS)
 
 
 def exchange(s: PartSetting) -> ExpertMessages:
-    """The messages of a layer under a layout: group ("ep",), top-k copies, DeepSeek's limit of nodes per token."""
+    """The messages of a layer under a layout: group ("ep",), top-k copies, DeepSeek's limit of nodes per token.
+
+    Numbers of rows go to all ranks that hold an expert, of which etp hold columns of one.
+    """
     moe, h = _moe(s), s.config.expert_hidden
     copies = s.stream * moe.top_k
     there = with_scales(copies * h, s.precision.dispatch)
     back = with_scales(copies * h, s.precision.combine)
-    kind, axes = MessageKind.ALL_TO_ALL, ("ep",)
+    kind, axes, etp = MessageKind.ALL_TO_ALL, ("ep",), s.layout.etp
     return ExpertMessages(
-        Message(kind, 8 * moe.experts, axes),
+        Message(kind, 8 * moe.experts * etp, ("etp", "ep") if etp > 1 else axes),
         Message(kind, there, axes, moe.top_k, moe.top_groups),
         Message(kind, back, axes, moe.top_k, moe.top_groups),
         there,

@@ -140,7 +140,8 @@ def essentials(p: Prediction) -> str:
     """The job as it was understood, in a line: whoever meant another model or layout sees it here."""
     job, mesh, counts = p.prepared.job, p.prepared.mesh.sizes, p.to_dict()["parameters"]
     size = f"{short(counts['total'])} parameters, {short(counts['active'])} active"
-    axes = " ".join(f"{a}={mesh[a]}" for a in ("tp", "cp", "pp", "dp", "ep", "dp_replicate") if mesh.get(a, 1) > 1)
+    shown = ("tp", "cp", "pp", "dp", "ep", "etp", "dp_replicate")
+    axes = " ".join(f"{a}={mesh[a]}" for a in shown if mesh.get(a, 1) > 1)
     batch = f"{p.prepared.mbs} microbatches of {job.schedule.microbatch_size} x {job.model.seq_len} tokens"
     layers = f"layers per stage {list(p.prepared.layers)}"
     software = f"software {p.to_dict()['software']}"

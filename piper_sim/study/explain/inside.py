@@ -1,4 +1,4 @@
-"""What ranks of a group do together inside a compute op: the collectives of tensor and context parallel layers.
+"""What ranks of a group do together inside a compute op: collectives over tp and cp, and over etp around experts.
 
 Such ranks leave an op together, so one lane stands for all of a group. What a node's kernels and its exposed messages
 take is known, and the order of nodes; within a node kernels are drawn first, as the cost model has no more order. All
@@ -18,7 +18,8 @@ from piper_sim.pricing.costs import CostShare
 from piper_sim.report.units import size
 from piper_sim.study.prediction import Prediction
 
-AXES = {"tp": CostShare.TP, "cp": CostShare.CP}
+AXES = ("tp", "cp", "etp")
+SHARES = (CostShare.TP, CostShare.CP)
 
 
 def inside_of(p: Prediction) -> tuple[list[str], dict[int, str]]:
@@ -45,7 +46,7 @@ def inside_of(p: Prediction) -> tuple[list[str], dict[int, str]]:
         s, at, found = plan.shapes[shape], 0.0, list[tuple[float, float, str]]()
         for n, _ in s.covers if s.kind is OpKind.COMPUTE else ():
             at += sum(shares(n, program))
-            if exposed := sum(shares(n, program)[share] for share in AXES.values()):
+            if exposed := sum(shares(n, program)[share] for share in SHARES):
                 found.append((at - exposed, at, _words(nodes[n])))
         return json.dumps([(round(a / at, 4), round(b / at, 4), w) for a, b, w in found]) if found else ""
 
@@ -55,7 +56,7 @@ def inside_of(p: Prediction) -> tuple[list[str], dict[int, str]]:
 
 
 def _words(n: GraphNode) -> str:
-    each = Counter(f"{m.kind} {size(m.bytes)}" for m in n.inline if not AXES.keys().isdisjoint(m.axes))
+    each = Counter(f"{m.kind} {size(m.bytes)}" for m in n.inline if not set(AXES).isdisjoint(m.axes))
     return ", ".join(f"{count} × {what}" if count > 1 else what for what, count in each.items())
 
 

@@ -24,9 +24,11 @@ CASES = {
     "zbv, bf16, ZeRO-2": f"{PIPED} schedule.name=zbv precision.compute=bf16 parallel.zero=2",
     "shared experts, groups, prediction": f"{DEEP} parallel.pp=2 parallel.layers=[1,2] schedule.name=dualpipe",
     "evened out, experts again": f"{DEEP} parallel.pp=1 model.aux_loss_alpha=0.1 schedule.recompute=mlp",
+    "columns": f"{TWO} parallel.dp=4 parallel.etp=2",
+    "columns, bf16": f"{PIPED} parallel.ep=1 parallel.etp=2 precision.compute=bf16 schedule.recompute=full",
     "beside tensor parallel": f"{TWO} parallel.dp=1 parallel.tp=2 parallel.sequence_parallel=true",
 }
-USUAL = "one stage", "zb1p, all again, ZeRO-3", "shared experts, groups, prediction"
+USUAL = "one stage", "zb1p, all again, ZeRO-3", "shared experts, groups, prediction", "columns"
 
 
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

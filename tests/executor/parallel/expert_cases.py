@@ -23,13 +23,14 @@ TWICE = ("interleaved-1f1b", "zbv")  # two stages a rank
 VALUES: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 3, 4),
     "dp": (2, 4, 6, 8),
-    "ep": (2, 4, 8),
+    "ep": (1, 2, 4, 8),
+    "etp": (1, 2),
     "zero": (0, 1, 2, 3),
     "schedule": SCHEDULES,
     "optimizer": ("adamw", "sgd"),
 }
 MOST_RANKS, STEPS, ROUNDING = 8, 20, 1e-10
-PAIRED = ("ep", "zero", "schedule", "optimizer", "recompute")
+PAIRED = ("ep", "etp", "zero", "schedule", "optimizer", "recompute")
 ONE = ("model.config=tiny-moe", "parallel.pp=1", "parallel.dp=2", "parallel.ep=2", "model.num_hidden_layers=2")
 
 
@@ -40,6 +41,7 @@ class Case:
     pp: int
     dp: int
     ep: int
+    etp: int
     zero: int
     schedule: str
     optimizer: str
@@ -53,7 +55,7 @@ class Case:
     def legal(self) -> bool:
         """Whether there is such a job, of so few ranks; schedules differ where there is a pipeline."""
         schedule = self.schedule == "1f1b" if self.pp == 1 else self.schedule != "dualpipe" or self.pp % 2 == 0
-        return self.ranks <= MOST_RANKS and self.dp % self.ep == 0 and schedule
+        return self.ranks <= MOST_RANKS and self.ep * self.etp > 1 and self.dp % (self.ep * self.etp) == 0 and schedule
 
     @property
     def recompute(self) -> str:
@@ -62,14 +64,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """`pp2 dp4 ep2 zero1 zbv adamw`."""
-        return f"pp{self.pp} dp{self.dp} ep{self.ep} zero{self.zero} {self.schedule} {self.optimizer}"
+        """`pp2 dp4 ep2 etp1 zero1 zbv adamw`."""
+        return f"pp{self.pp} dp{self.dp} ep{self.ep} etp{self.etp} zero{self.zero} {self.schedule} {self.optimizer}"
 
     def sets(self) -> tuple[str, ...]:
         """The overrides of `tests.executor.runs.JOB`."""
         draw = random.Random(self.name)
         out = [
-            *(f"parallel.{a}={getattr(self, a)}" for a in ("pp", "dp", "ep", "zero")),
+            *(f"parallel.{a}={getattr(self, a)}" for a in ("pp", "dp", "ep", "etp", "zero")),
             "model.config=tiny-moe",
             f"model.num_experts_per_tok={draw.choice((1, 2, 2, 3))}",
             f"schedule.name={self.schedule}",
@@ -92,16 +94,16 @@ def everything() -> list[Case]:
     """All there are.
 
     >>> len(everything()), max(c.ranks for c in everything())
-    (248, 8)
+    (496, 8)
     """
     return [c for c in (Case(*row) for row in product(*VALUES.values())) if c.legal]
 
 
 def drawn(seed: int = 5) -> list[Case]:
-    """Every (pp, dp, ep, zero, schedule); the optimizer is drawn.
+    """Every (pp, dp, ep, etp, zero, schedule); the optimizer is drawn.
 
     >>> len(drawn())
-    124
+    248
     """
     draw = random.Random(seed)
     rows = sorted({replace(c, optimizer="") for c in everything()})

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from executor.autograd import stage as chunk
 from executor.measure.peak_bytes import TransportDone
+from executor.modules import moe
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, Start
 from executor.parallel.collective import Collective
-from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, ExpertTransfer
+from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, ExpertRoute, ExpertTransfer, Table
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import Transport, TransportHandle
@@ -41,9 +42,9 @@ def told(ctx: RankContext, fault: dict[str, Any], **spec: Any) -> Any:
 def equal_splits(ctx: RankContext, **spec: Any) -> Any:
     """As many rows to each expert, whatever routers chose."""
 
-    def balanced(cls: type[ExpertRoute], sent: Tensor, got: Tensor, ranks: int) -> ExpertRoute:
-        each = [[int(sent.sum()) // len(sent)] * (len(sent) // ranks)] * ranks
-        return cls(each, each)
+    def balanced(cls: type[ExpertRoute], sent: Tensor, got: Tensor, group: ExpertGroup) -> ExpertRoute:
+        each = [[int(sent.sum()) // len(sent)] * (len(sent) // group.spread)] * group.spread
+        return cls(group, each, [each])
 
     ExpertRoute.read = classmethod(balanced)  # type: ignore[method-assign,assignment]
     return train_rank(ctx, **spec)
@@ -85,6 +86,24 @@ def swapped_sources(ctx: RankContext, **spec: Any) -> Any:
         return travel(exchange, route, tensors, gradients=gradients)
 
     chunk.travel = crossed
+    return train_rank(ctx, **spec)
+
+
+def unsummed_columns(ctx: RankContext, **spec: Any) -> Any:
+    """Each rank keeps what its own columns of experts make of its rows."""
+    moe.own_sums = lambda wire, rows, counts: rows.split(list(counts))[wire.index]
+    return train_rank(ctx, **spec)
+
+
+def equal_columns(ctx: RankContext, **spec: Any) -> Any:
+    """Rows of the others that hold columns of the same experts are taken for as many of each expert as the own."""
+    by_columns = ExpertGroup.by_columns
+
+    def alike(self: ExpertGroup, rows: Table) -> list[Table]:
+        found = by_columns(self, rows)
+        return [[source[::-1] for source in t] if k != self.own else t for k, t in enumerate(found)]
+
+    ExpertGroup.by_columns = alike  # type: ignore[method-assign]
     return train_rank(ctx, **spec)
 
 

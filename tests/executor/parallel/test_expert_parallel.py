@@ -30,6 +30,7 @@ from tests.executor.runs import alone, error, far, judged, merged, run
 from tests.executor.runtime.test_run_families import sets as family_sets
 
 VISIBLE, FEW = 1e-3, 2
+TP = ("parallel.tp=2", "parallel.sequence_parallel=true")
 FOUR = (*ONE, "parallel.dp=4", "schedule.microbatches=2")  # two ranks hold the same experts
 PIPED = (*ONE, "parallel.pp=2", "model.num_hidden_layers=4")
 DUAL = (*PIPED, "schedule.name=dualpipe", "parallel.zero=1")
@@ -68,10 +69,15 @@ MORE = {
     "all of them": (*ONE, "model.num_experts_per_tok=8"),
     "ties": (*PIPED, "model.tie_word_embeddings=true", "parallel.zero=2"),
     "several sequences": (*ONE, "schedule.microbatch_size=3", "model.seq_len=5"),
+    "columns and tensor parallel": (*ONE, *_family("deepseek_v3"), *TP, "parallel.etp=2", "parallel.zero=2"),
+    "columns of one tensor parallel pair": (*ONE, *TP, "parallel.ep=1", "parallel.etp=2", "parallel.zero=3"),
+    "columns across replicas": (*ONE, *TP, "parallel.dp=4", "parallel.ep=1", "parallel.etp=4", "parallel.zero=1"),
+    "columns, context, all again": (*ONE, "parallel.cp=2", "parallel.etp=2", "schedule.recompute=full"),
+    "columns behind experts": (*FOUR, "parallel.etp=2", "parallel.order=ep cp tp dp pp"),
 }
 
 
-USUAL = ("deepseek_v3", "recompute beside shared experts")
+USUAL = ("deepseek_v3", "recompute beside shared experts", "columns and tensor parallel")
 slow = pytest.mark.slow
 
 
@@ -229,6 +235,8 @@ def test_ops_of_a_given_time_exchange_rows_as_planned(kind: str) -> None:
         (faults.swapped_sources, (*ONE, "routing.forced=true")),
         (faults.ungathered, (*FOUR, "parallel.zero=2")),
         pytest.param(faults.ungathered, (*FOUR, "parallel.zero=1"), marks=slow),
+        (faults.unsummed_columns, (*FOUR, "parallel.etp=2")),
+        (faults.equal_columns, (*FOUR, "parallel.etp=2")),
         (faults.alone_in_edp, (*FOUR, "parallel.zero=0")),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -244,9 +252,10 @@ def test_one_thing_wrong_with_experts_is_seen(
         assert "copies of" in str(differ)
 
 
-def test_tensor_parallel_experts_are_refused() -> None:
-    with pytest.raises(PiperError, match="etp = 2 is planned and simulated, but not executed yet"):
-        run(*ONE, "parallel.ep=1", "parallel.etp=2")
+@pytest.mark.parametrize("sets", [("optimizer.name=muon",), ("run.compile=true",)], ids=lambda x: x[0])
+def test_what_columns_of_experts_do_not_go_with_is_refused(sets: tuple[str, ...]) -> None:
+    with pytest.raises(PiperError, match=r"etp = 2.* is planned and simulated, but not executed yet"):
+        run(*ONE, "parallel.ep=1", "parallel.etp=2", *sets)
 
 
 @pytest.mark.parametrize("part", [pytest.param("counts", marks=slow), "dispatch", pytest.param("combine", marks=slow)])

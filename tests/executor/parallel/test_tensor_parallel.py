@@ -5,6 +5,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatc
         assert kinds == {("F", "all_to_all", "cp"), ("I", "all_to_all", "cp")}
     else:
         assert {("F", "reduce_scatter", "tp"), ("W", "all_gather", "tp")} <= kinds
+
+
+def test_experts_that_are_cut_send_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = ("parallel.pp=1", "parallel.dp=4", "parallel.ep=2", "parallel.etp=2", "schedule.recompute=full")
+    sets = family_sets("mixtral", *sets, "routing.forced=true", "routing.kind=balanced")
+    plan, found = _moved(monkeypatch, *sets)
+    hidden = planned(*sets)[0].config.hidden
+    # Beside rows on their way to experts, and their gradients' way back, goes one number of each: its weight.
+    weighed = {("F", "all_gather"), ("R", "all_gather"), ("I", "reduce_scatter")}
+    for rank, messages in enumerate(found):
+        rows = _planned(plan, rank)
+        weights = {(*row[:5], row[5] // hidden): n for row, n in rows.items() if (row[0], row[3]) in weighed}
+        assert rows and messages == rows + Messages(weights)
+    kinds = {(pass_, kind) for pass_, _, _, kind, _, _ in found[0]}
+    assert kinds == set(product("FRI", ("all_gather", "reduce_scatter")))
 
 
 # -- memory and formats -----------------------------------------------------------------------------------------------
