@@ -154,7 +154,7 @@ def prepare(
         else:
             stages = partition(chunks, made.stages, p.layers, weigh, ranks, most_layers)
         base = GRAPHS.graph(stages, source, recomputed_layers(job, stages))
-        base = replace(base, mesh=mesh, prefetch=p.prefetch, muon=_muon(job, config))
+        base = replace(base, mesh=mesh, prefetch=p.ahead, muon=_muon(job, config))
         if isinstance(made, DirectiveFile):
             strategy, name = made.directives, "directives"
         else:

@@ -113,6 +113,15 @@ class JobParallel:
         return PartLayout(self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.cp_comm == "all_to_all")
 
     @property
+    def ahead(self) -> int:
+        """What the plan may have gathered, or not yet reduced, beyond one bucket: `prefetch` layers more.
+
+        Where each tp rank has a part of the sequence, a layer's norms are a bucket apart: two to a layer.
+        """
+        buckets = 2 if self.tp > 1 and self.sequence_parallel else 1
+        return (self.prefetch + 1) * buckets - 1 if self.prefetch else 0
+
+    @property
     def mesh(self) -> Mesh:
         """All ranks, once dp is known. Raises PiperError (job): sizes that do not divide each other."""
         sizes = dict(tp=self.tp, cp=self.cp, dp=self.dp or 1, pp=self.pp, ep=self.ep, etp=self.etp)

@@ -197,7 +197,7 @@ class JobBounds:
     def _synced(self, x: _SizedJob, stages: _Stages, fused: bool) -> FloatArray:
         """[stage] least seconds of reductions and gathers for one microbatch, which queue on one stream.
 
-        A pass finds `prefetch + 1` buckets there at most and gathers the others; a fused pair's passes may share.
+        A pass finds `ahead + 1` buckets there at most and gathers the others; a fused pair's passes may share.
         """
         out, p, costs = np.zeros(len(stages.numel)), x.job.parallel, x.costs
         if p.bucket_MiB is not None or x.job.costs.stage_times is not None:
@@ -212,7 +212,7 @@ class JobBounds:
             out[s] = sum(n * sum(row) for n, row in zip(count, kind[MessageKind.REDUCE_SCATTER], strict=True))
             if not fused:
                 each = [t for n, row in zip(count, kind[MessageKind.ALL_GATHER], strict=True) for t in n * row]
-                out[s] += 2 * sum(sorted(each)[: max(0, len(each) - p.prefetch - 1)])
+                out[s] += 2 * sum(sorted(each)[: max(0, len(each) - p.ahead - 1)])
         return out
 
     def _message(self, x: _SizedJob, kind: MessageKind, pool: int, numel: float) -> float:

@@ -136,7 +136,7 @@ def _small(job: Job, model: JobModel, mesh: Mesh, kept: Sequence[Chunk], hardwar
     style = style_of(job, hardware)
     source = model.source(shape, precision_of(job), style)
     base = model_graph([(c,) for c in kept], source, RecomputedLayers(recompute_options(job)))
-    base = replace(base, mesh=mesh, prefetch=job.parallel.prefetch)
+    base = replace(base, mesh=mesh, prefetch=job.parallel.ahead)
     n = len(kept)
     made = build("looped-bfs" if n > 1 else "gpipe", 1, 1, n)
     strategy = (*placing(made), *dividing(job, model.config), ordering(made))

@@ -243,3 +243,20 @@ def test_parameters_beside_a_tied_one_are_gathered_and_reduced_by_their_owners_a
     assert owners["0/embed.dense"] == (0,) and owners["0/embed.dense.tied"] == (0, 1)  # positions, table
     found = {(key, p) for p, made in gathers(plan).items() for key, _, _ in made}
     assert found == {(key, p) for key, programs in owners.items() for p in programs}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(tp: int) -> None:
+    """Also where tp makes two buckets of a layer: its norms, which every rank has whole, are one of their own."""
+    job = {
+        "model": {"config": "tiny-llama", "num_hidden_layers": 5, "seq_len": 8},
+        "cluster": {"gpu": "h100-sxm"},
+        "parallel": {"tp": tp, "dp": 2, "zero": 3},
+        "schedule": {"microbatches": 1},
+    }
+    plan = prepare(job_from(job)).plan()
+    check_plan(plan)
+    made, read = gathers(plan)[0], users(plan)[0]
+    assert sum(key.startswith("0/l3.dense") for key, _, _ in made) == 2 * tp  # forward and backward
+    for (before, _), (op, keys) in itertools.pairwise(read):
+        assert not [key for key, at, _ in made if key in keys and before < at < op]
