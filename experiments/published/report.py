@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from experiments.published.rows import DataSet, Row, fitted
+from experiments.published.rows import DataSet, Row
 from experiments.published.score import PredictionErrors, Score, memories, times
 
 Found = Mapping[DataSet, Sequence[Score]]
 _HEAD = "| data set | of | half | n | median | p90 | worst | sign | asked |\n|---|---|---|--:|--:|--:|--:|--:|---|\n"
 
 
-def halves(found: Sequence[Score]) -> dict[str, list[Score]]:
+def halves(of: DataSet, found: Sequence[Score]) -> dict[str, list[Score]]:
     """All rows, the half that constants were fitted to, and the half held out."""
-    mine = fitted(s.row for s in found)
+    mine = of.fit(s.row for s in found)
     return {
         "all": list(found),
         "fit": [s for s in found if s.row.name in mine],
@@ -24,7 +24,7 @@ def summary(found: Found) -> str:
     out = [_HEAD.rstrip("\n")]
     for s, rows in sorted(found.items(), key=lambda x: -_worst(x[1])):
         for of, errors in (("time", times), ("memory", memories)):
-            for half, some in halves(rows).items():
+            for half, some in halves(s, rows).items():
                 spread = PredictionErrors.of(errors(some))
                 if spread is not None:
                     out.append(_line(s, of, half, spread))

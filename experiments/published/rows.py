@@ -34,7 +34,8 @@ class Row:
 class DataSet:
     """A table of figures. row: what a line becomes. assumed: what its source does not say and the jobs had to choose.
 
-    bars: what the median, p90 or worst of "time" and "memory" is asked to reach, in words.
+    bars: what the median, p90 or worst of "time" and "memory" is asked to reach, in words. never_fitted: no constant
+    may be fitted to a row of it, nor was one.
     """
 
     name: str
@@ -42,6 +43,11 @@ class DataSet:
     row: Callable[[Line], Row]
     assumed: str
     bars: str = ""
+    never_fitted: bool = False
+
+    def fit(self, rows: Iterable[Row]) -> set[str]:
+        """Names of the rows that constants may be fitted to."""
+        return set() if self.never_fitted else fitted(rows)
 
     def rows(self, folder: Path = DATA) -> list[Row]:
         """All of its rows, in the table's order."""

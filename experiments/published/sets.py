@@ -290,6 +290,27 @@ def one_gpu(line: Line, job: Table) -> Facts:
     return {"memory": {FULLEST: float(line["peak_allocated_bytes"])}}
 
 
+def held_out(line: Line, job: Table) -> Facts:
+    """A run of a source that came when all constants stood: its GPU, model and framework by name."""
+    if line["needs"]:
+        return {"why": line["needs"]}
+    told = facts()["held_out"]
+    gpus, dp, mbs, mb, seq_len = ints(line, "gpus", "dp", "micro_batch", "microbatches", "seq_len")
+    cluster = told["gpus"][line["gpu"]]
+    node = min(gpus, 64 if line["gpu"] == "GB200" else 8)  # GB200's racks of 72 have 64 in use
+    job["cluster"] = {**cluster, "gpus_per_node": node, "nodes": gpus // node}
+    model = told["models"].get(line["model"], {"config": line["model"]})
+    job |= {"model": {**model, **job["model"]}, "costs": {}}
+    if "mpt" in line["model"]:
+        job["model"]["max_seq_len"] = seq_len
+    for section, keys in told["stacks"][line["stack"]].items():
+        job[section] = {**job.get(section, {}), **keys}
+    if counts := line["layers_per_stage"]:
+        job["parallel"]["layers"] = [int(a) for a, n in (x.split("*") for x in counts.split()) for _ in range(int(n))]
+    rate = line["tokens_per_s_per_gpu"]
+    return {"seconds": dp * mbs * mb * seq_len / gpus / float(rate)} if rate else {}
+
+
 _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
     "zero_bubble": zero_bubble,
     "korthikanti": korthikanti,
@@ -307,15 +328,17 @@ _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
     "megatron_goldens": golden,
     "automodel": cards,
     "one_gpu": one_gpu,
+    "held_out": held_out,
 }
 
 
 def _sets() -> dict[str, DataSet]:
-    told = {name: _told(name) for name in facts()["sets"]}
-    return {
-        name: DataSet(name, t["title"], partial(_row, t), t.get("assumed", ""), facts()["sets"][name].get("bars", ""))
-        for name, t in told.items()
-    }
+    out = {}
+    for name, said in facts()["sets"].items():
+        told = _told(name)
+        words = (told["title"], partial(_row, told), told.get("assumed", ""), said.get("bars", ""))
+        out[name] = DataSet(name, *words, never_fitted=said.get("never_fitted", False))
+    return out
 
 
 NAMED: Mapping[str, DataSet] = _sets()

@@ -6,7 +6,6 @@ from statistics import median
 import msgspec
 
 from experiments.published.report import Found
-from experiments.published.rows import fitted
 from experiments.published.score import Score
 from piper_sim.study.sure import PublishedPrediction, quantile, weighted
 
@@ -36,7 +35,7 @@ def coverage(found: Found) -> list[str]:
     """Lines of a table: shares of rows that 80 % intervals hold."""
     rows = []
     for s, scores in found.items():
-        mine = fitted(x.row for x in scores)
+        mine = s.fit(x.row for x in scores)
         each = ((x.row.name in mine, residual(s.name, x)) for x in scores)
         rows += [(s.name, fit, r) for fit, r in each if r is not None]
     known = [r for _, fit, r in rows if fit]

@@ -9,7 +9,8 @@ import pytest
 
 from experiments.published.controls import CONTROLS
 from experiments.published.picture import scatter
-from experiments.published.score import memories, scored, scores, times
+from experiments.published.report import halves
+from experiments.published.score import Score, memories, scored, scores, times
 from experiments.published.sets import SETS, nanotron_layers
 from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
@@ -28,6 +29,7 @@ FEW = {  # every so many rows, most time and most memory error of their median
     "llm_foundry": (5, 0.10, None),
     "dgxc": (8, 0.08, None),
     "one_gpu": (1, 0.07, 0.005),
+    "held_out": (9, 0.12, None),
 }
 
 
@@ -139,6 +141,11 @@ def test_messages_of_tensor_parallelism_are_hidden_where_a_log_says_so():
     right, wrong = (times(scores(rows, c)) for c in (None, CONTROLS["in turn"]))
     assert len(rows) > 3 and median(map(abs, right)) < 0.05 < 0.1 < median(wrong)
     assert all(w - r > 0.08 for r, w in zip(right, wrong, strict=True))
+
+
+def test_no_row_of_the_table_held_out_is_one_to_fit_to():
+    rows = {s: [Score(r) for r in s.rows()[:8]] for s in SETS if s.name in ("held_out", "dgxc")}
+    assert {s.name: len(halves(s, some)["fit"]) for s, some in rows.items()} == {"held_out": 0, "dgxc": 4}
 
 
 def test_every_table_names_its_sources():
