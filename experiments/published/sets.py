@@ -290,11 +290,11 @@ def one_gpu(line: Line, job: Table) -> Facts:
     return {"memory": {FULLEST: float(line["peak_allocated_bytes"])}}
 
 
-def held_out(line: Line, job: Table) -> Facts:
+def unseen(line: Line, job: Table) -> Facts:
     """A run of a source that came when all constants stood: its GPU, model and framework by name."""
     if line["needs"]:
         return {"why": line["needs"]}
-    told = facts()["held_out"]
+    told = facts()["unseen"]
     gpus, dp, mbs, mb, seq_len = ints(line, "gpus", "dp", "micro_batch", "microbatches", "seq_len")
     cluster = told["gpus"][line["gpu"]]
     node = min(gpus, 64 if line["gpu"] == "GB200" else 8)  # GB200's racks of 72 have 64 in use
@@ -328,7 +328,7 @@ _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
     "megatron_goldens": golden,
     "automodel": cards,
     "one_gpu": one_gpu,
-    "held_out": held_out,
+    "unseen": unseen,
 }
 
 
