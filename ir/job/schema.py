@@ -82,6 +82,8 @@ class JobCluster:
 class JobParallel:
     """How it is divided. tp·cp·pp·dp is the number of GPUs; experts see the same devices as etp·ep·edp.
 
+    prefetch: how many units ZeRO-3 gathers ahead of what is computed: a layer's dense weights with its norms are one,
+    its experts another, as FSDP2 wraps them; with bucket_MiB each bucket is one. ZeRO-2 and 3 keep as many unreduced.
     dp_replicate: copies of what ZeRO shards (HSDP): each lies over an equal part of the cp·dp ranks of a parameter, of
     the edp ranks of an expert's, those that are closest; it divides dp and edp.
     overlap_grad_reduce: reductions of ZeRO 0 and 1 run beside backward passes (bucket by bucket, with bucket_MiB); off,
@@ -114,11 +116,12 @@ class JobParallel:
 
     @property
     def ahead(self) -> int:
-        """What the plan may have gathered, or not yet reduced, beyond one bucket: `prefetch` layers more.
+        """How many buckets the plan may have gathered, or not yet reduced, beside one: those of `prefetch` units more.
 
-        Where each tp rank has a part of the sequence, a layer's norms are a bucket apart: two to a layer.
+        Where each tp rank has a part of the sequence, a layer's norms are a bucket apart: two to a unit. Norms of
+        queries and keys alone, apart without sequence parallelism, count as a unit.
         """
-        buckets = 2 if self.tp > 1 and self.sequence_parallel else 1
+        buckets = 2 if self.tp > 1 and self.sequence_parallel and self.bucket_MiB is None else 1
         return (self.prefetch + 1) * buckets - 1 if self.prefetch else 0
 
     @property
