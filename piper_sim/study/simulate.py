@@ -11,7 +11,7 @@ from ir.core.work import DType
 from ir.graph.sync import buckets
 from ir.job import Job
 from ir.job.build import PreparedJob
-from ir.job.schema import JobSlowNodes
+from ir.job.schema import JobParallel, JobSlowNodes
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
 from ir.verify.deadlock import takes_turns
@@ -170,15 +170,31 @@ def reason(p: PlannedJob) -> str:
             return f"{held}: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes it fit"
         return f"{held}: a smaller microbatch, or recompute more"
     worst = max(parts, key=lambda k: parts[k])
-    return f"{needs}, at {at}; most of it {worst} ({_gib(parts[worst])}): {_CURES.get(worst, 'a smaller microbatch')}"
+    return f"{needs}, at {at}; most of it {worst} ({_gib(parts[worst])}): {cure(worst, p.prepared.job.parallel)}"
 
 
-_CURES = {
-    "activations": "recompute more, or fewer microbatches in flight",
-    "parameters": "a larger pp, tp or ep, or zero = 3",
-    "gradients": "zero = 2 or 3, or a larger pp",
-    "optimizer": "zero = 1 or more, a larger dp, or optimizer.offload",
-    "context": "a larger device, or a smaller cluster.memory_margin_GiB",
+def cure(part: str, p: JobParallel) -> str:
+    """What makes a part of memory smaller, less what the job has already.
+
+    Without replicas ZeRO shards nothing; a sharded optimizer has as many bytes in all however it is divided.
+
+    >>> cure("optimizer", JobParallel(dp=8, zero=0)), cure("optimizer", JobParallel(tp=8, dp=1))
+    ('zero = 1 or more, a larger tp or pp, or optimizer.offload', 'more GPUs, or optimizer.offload')
+    """
+    shards = (p.dp or 1) * p.cp > 1
+    if part == "optimizer" and (p.zero or not shards):
+        return "more GPUs, or optimizer.offload"
+    fits, level = _CURES.get(part, ("a smaller microbatch", None))
+    return f"zero = {_LEVELS[level]}, {fits}" if level is not None and shards and p.zero < level else fits
+
+
+_LEVELS = {1: "1 or more", 2: "2 or 3", 3: "3"}
+_CURES = {  # and the least level of ZeRO that shards it
+    "activations": ("recompute more, or fewer microbatches in flight", None),
+    "parameters": ("a larger tp, pp or ep", 3),
+    "gradients": ("a larger tp, pp or ep", 2),
+    "optimizer": ("a larger tp or pp, or optimizer.offload", 1),
+    "context": ("a larger device, or a smaller cluster.memory_margin_GiB", None),
 }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ir.job.schema import JobParallel
+from piper_sim.study.simulate import cure
 from tests.piper_sim.pricing.prediction_cases import RICH, assert_told
 
 GIB = 2**30
@@ -146,6 +148,34 @@ def test_the_reason_names_rank_op_room_and_a_cure(cli: Any, job: Any, sets: list
         and f"at {found['memory']['peak_op'][rank]};" in found["reason"]
     )
     assert found["iteration_s"] == simulate(cli, job)["iteration_s"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "part", "said", "change"),
+    [
+        ({"dp": 4, "zero": 0}, "optimizer", "zero = 1", {"zero": 1}),
+        ({"dp": 4, "zero": 0}, "gradients", "zero = 2", {"zero": 2}),
+        ({"dp": 4, "zero": 1}, "parameters", "zero = 3", {"zero": 3}),
+        ({"dp": 4, "zero": 0}, "optimizer", "larger tp", {"tp": 2, "dp": 2}),
+        ({"tp": 4, "zero": 1}, "optimizer", "zero", None),  # one replica has nobody to share with
+        ({"dp": 4, "zero": 1}, "optimizer", "larger tp", None),  # as many bytes on as many GPUs
+        ({"dp": 4, "zero": 2}, "gradients", "zero", None),
+        ({"dp": 4, "zero": 3}, "parameters", "zero", None),
+    ],
+)
+def test_a_cure_is_named_where_it_helps_alone(
+    cli: Any, job: Any, parallel: dict[str, int], part: str, said: str, change: dict[str, int] | None
+) -> None:
+    sizes = {"tp": 1, "pp": 1, "dp": 1} | parallel
+    assert (said in cure(part, JobParallel(tp=sizes["tp"], dp=sizes["dp"], zero=sizes["zero"]))) == (change is not None)
+    wanted = change or ({"tp": 2, "dp": 2} if "tp" in said else {"zero": min(3, sizes["zero"] + 1)})
+    held = [_held(cli, job, part, sizes | c) for c in ({}, wanted)]
+    assert (held[1] < 0.9 * held[0]) == (change is not None)
+
+
+def _held(cli: Any, job: Any, part: str, parallel: dict[str, int]) -> int:
+    found = simulate(cli, job, model={"num_hidden_layers": 4}, parallel=parallel)
+    return int(found["memory"]["breakdown_bytes"]["0"][part])
 
 
 # --- what is refused ---
