@@ -71,9 +71,15 @@ class JobSearchResult:
         out["objective"] = self.objective
         if self.best is None:
             said = "nothing fits" if self.proven else "the budget ran out before anything was found that fits"
-            near = "" if self.nearest is None else f"; what lacks least: {self.nearest['reason']}"
-            out |= {"fits": False, "nearest": self.nearest, "reason": said + near}
+            out |= {"fits": False, "nearest": self.nearest, "reason": said + self._why()}
         return out
+
+    def _why(self) -> str:
+        """What is nearest to a fit, or why most cannot even be built."""
+        if self.nearest is not None:
+            return f"; what lacks least: {self.nearest['reason']}"
+        whys = Counter(r.reason for r in self.all_rejected if r.kind is JobRefusal.ILLEGAL).most_common(1)
+        return "".join(f"; most often ({n} of {self.space}): {why}" for why, n in whys)
 
     @property
     def objective(self) -> Object:

@@ -333,6 +333,15 @@ def test_a_budget_of_nothing_still_knows_the_space() -> None:
     assert "budget" in found.to_dict()["reason"]
 
 
+def test_where_none_can_be_built_the_reason_most_have_is_said() -> None:
+    found = search(small(tp=[3]))
+    reasons = [r.reason for r in found.all_rejected]
+    said = str(found.to_dict()["reason"])
+    most = max(set(reasons), key=reasons.count)
+    assert found.proven and found.evaluated == 0 and reasons.count(said.partition("): ")[2]) == reasons.count(most)
+    assert f"({reasons.count(most)} of {found.space})" in said
+
+
 def test_every_reason_is_true() -> None:
     lists = {"tp": [1, 2, 8], "dp": [1, 2, 4], "name": ["1f1b", "dualpipe"], "layers": ["balanced", [4, 4]]}
     job = small(1.3, **lists, pin=["recompute", "cp", "ep"])
