@@ -114,7 +114,7 @@ class JobSpace:
         if "dp" not in chosen and self.gpus % inner == 0:
             chosen["dp"] = self.gpus // inner
         if pair is not None and size["pp"] == 1 and pair != self._alone():
-            return None  # without a pipeline a schedule decides nothing
+            return None  # without a pipeline a schedule decides but where reductions and gathers are cut
         if "zero" in self.usual and chosen["zero"] == 3 != p.zero and size["pp"] > 1:
             return None  # weights gathered for every microbatch: tried where asked for
         dp, each = (int(cast(int, chosen.get(k, v))) for k, v in (("dp", p.dp), ("microbatch_size", s.microbatch_size)))
