@@ -163,7 +163,8 @@ class JobSchedule:
 
 @dataclass(frozen=True)
 class JobRouting:
-    """Which experts tokens go to. forced: in a run too, where else routers choose."""
+    """Which experts tokens go to. forced: in a run too, where else routers choose. strength: of zipf the exponent, 0 is
+    balanced; of hot how many times as popular as any other one expert of a layer is, 1 is balanced."""
 
     kind: Annotated[str, words("balanced", "zipf", "hot", "file", said="kind of routing")] = "balanced"
     strength: NonNegative = 1.0

@@ -91,6 +91,8 @@ def warnings(p: PreparedJob) -> list[str]:
     if p.mbs < enough:
         few = f"{p.mbs} microbatch{'es' if p.mbs > 1 else ''} on {enough} {'stages' if enough == p.stages else 'ranks'}"
         out.append(f"{few}: the pipeline never fills; set schedule.microbatches = {enough} or more")
+    if p.job.routing.kind == "hot" and p.job.routing.strength == 1:
+        out.append("routing.strength = 1: no expert is hotter than the others; set how many times as popular one is")
     shared = [b for b in buckets(p.plan().graph) if b.matrices and b.replica.zero]
     padded = sum(b.shard * b.ranks for b in shared) / (sum(b.numel for b in shared) or 1)
     if padded > PADDED:

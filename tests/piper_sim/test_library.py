@@ -143,6 +143,16 @@ def test_shares_of_few_matrices_are_said_to_be_padding(dp: int, zero: int, said:
     assert piper_sim.predict(piper_sim.load_job(job)).to_dict()["warnings"] == []
 
 
+@pytest.mark.parametrize(("strength", "said"), [(None, 1), (1.0, 1), (4.0, 0)])
+def test_a_hot_expert_that_is_no_hotter_is_said_to_be_none(strength: float | None, said: int) -> None:
+    routing = {"kind": "hot"} | ({"strength": strength} if strength else {})
+    model = {"config": "qwen3-30b-a3b", "num_hidden_layers": 2, "seq_len": 2048}
+    job = {"model": model, "parallel": {"dp": 4, "ep": 4}}
+    even, hot = (piper_sim.predict(piper_sim.load_job(job | r)).to_dict() for r in ({}, {"routing": routing}))
+    assert [("no expert is hotter" in w) for w in hot["warnings"]] == [True] * said and even["warnings"] == []
+    assert (hot["iteration_s"] == even["iteration_s"]) == bool(said)
+
+
 @pytest.mark.parametrize(
     ("of", "gpu", "said"),
     [
