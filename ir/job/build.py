@@ -214,7 +214,7 @@ def _batched(s: JobSchedule, dp: int) -> JobSchedule:
 
 
 def precision_of(job: Job) -> ModelPrecision:
-    """The number formats, those left out following `compute`."""
+    """The number formats; those left out are the usual companions of `compute`."""
     given = job.precision
     base = ModelPrecision.of(DType(given.compute))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}

@@ -268,7 +268,9 @@ class JobRun:
 
 @dataclass(frozen=True)
 class JobPrecision:
-    """Number formats by name; those left out follow `compute`."""
+    """Number formats by name. Left out, params, gather, dispatch and combine follow `compute` (bf16 where that is fp8);
+    grads, optimizer and reduce are fp32 (fp64 where that is). Gradients travel in reduce, whatever grads says.
+    """
 
     compute: NumberFormat = "bf16"
     dispatch: NumberFormat | None = None
