@@ -13,7 +13,7 @@ import numpy as np
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import MessageKind
 from ir.plan.places import RankPlacement
-from ir.plan.plan import OpKind, Plan
+from ir.plan.plan import OpKind, OpShape, Plan
 from ir.trace.trace import Trace
 
 MOST_NODES = 4_000_000
@@ -87,7 +87,7 @@ def _nodes(
         deps = sorted(waits.union(ahead))
         out = head + _packed(4, ahead) + _packed(5, deps) + _varint(6, start) + _varint(7, end - start)
         attributes: dict[str, object] = {"is_cpu_op": False, "stream": plan.streams[stream][1]}
-        size = shape.message.bytes if shape.message is not None else 0
+        size = _bytes(plan, shape)
         if shape.kind in (OpKind.SEND, OpKind.RECV):
             peer = places.peer(rank, shape.peer)
             ends = (rank, peer) if shape.kind is OpKind.SEND else (peer, rank)
@@ -100,6 +100,13 @@ def _nodes(
             name = groups.setdefault(ranks, str(len(groups) + 1))
             attributes |= {"comm_type": _COLLECTIVE[shape.message.kind], "comm_size": size, "pg_name": name}
         yield out + b"".join(_message(10, _attribute(k, v)) for k, v in attributes.items())
+
+
+def _bytes(plan: Plan, s: OpShape) -> int:
+    """What an op's message takes: of a transfer its buffer, on either side; 0 of what sends nothing."""
+    if s.slot is not None:
+        return plan.graph.nodes[s.slot[0]].writes[s.slot[1]].bytes
+    return s.message.bytes if s.message is not None else 0
 
 
 def _attribute(name: str, value: object) -> bytes:

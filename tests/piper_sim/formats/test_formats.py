@@ -128,7 +128,9 @@ def test_chakra_is_read_by_mlcommons_package_and_runs_by_astra_sims_rules_in_the
         assert [n.name for n in nodes] == [plan.text(i) for i in rows]
         moved.update(n.type for n in nodes)
         wanted = sum(m.bytes for i in rows if (m := plan.shapes[int(plan.shape[i])].message))
-        assert sum(said(n, "comm_size", "int64_val") or 0 for n in nodes) == wanted > 0
+        sizes = [(n.type, said(n, "comm_size", "int64_val")) for n in nodes]
+        assert sum(size or 0 for kind, size in sizes if kind == 7) == wanted > 0
+        assert {size for kind, size in sizes if kind in (5, 6)} == {64 * p.planned.prepared.config.hidden * 2}
     assert moved[5] == moved[6] > 0
     for rank in fed(files):
         assert not rank.left, f"rank {rank.rank} waits at {[n.name for n in rank.free()]}"
