@@ -142,7 +142,7 @@ def _buckets(graph: Graph) -> tuple[Bucket, ...]:
                 hidden[p.name] = found
             alike = p.expert, axes, tied, owners, id(replica), p.name in hidden
             if alike not in mine:
-                chunk = e.chunk.name if replica is not None and replica.zero == 3 else ""
+                chunk = e.chunk.name if replica is not None and replica.zero >= 2 else ""
                 pool = _Pool(e.stage, chunk, p.expert, axes, tied, owners, replica, p.name in hidden)
                 mine[alike] = pools.setdefault(pool, [])
             mine[alike].append((k, local_numel(p, e.layout), p.name))

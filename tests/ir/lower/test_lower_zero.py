@@ -260,3 +260,22 @@ def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(tp: int) -> Non
     assert sum(key.startswith("0/l3.dense") for key, _, _ in made) == 2 * tp  # forward and backward
     for (before, _), (op, keys) in itertools.pairwise(read):
         assert not [key for key, at, _ in made if key in keys and before < at < op]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_zero_2_holds_the_gradients_of_few_layers_at_a_time(ahead: int) -> None:
+    """Not those of its stage: they leave layer by layer. What is held is counted by walking the plan's ops."""
+    job = {
+        "model": {"config": "tiny-llama", "num_hidden_layers": 6, "seq_len": 8},
+        "cluster": {"gpu": "h100-sxm"},
+        "parallel": {"dp": 2, "zero": 2, "prefetch": ahead},
+        "schedule": {"microbatches": 3},
+    }
+    plan = prepare(job_from(job)).plan()
+    check_plan(plan)
+    b, found = plan.buffers, per_microbatch(buckets(plan.graph))
+    whole = np.flatnonzero((b.node < 0) & (b.alloc != b.slot))
+    assert len(found) == 8 and len(whole) == 3 * len(found)  # embedding, layers, head; for each microbatch
+    most = max(b.bytes[whole[(b.alloc[whole] <= i) & (b.free[whole] > i)]].sum() for i in range(len(plan)))
+    size = sorted(int(b.bytes[k]) for k in whole)
+    assert most <= sum(size[-ahead - 1 :]) < sum(size) / 3
