@@ -202,15 +202,11 @@ class JobBounds:
         out, p, costs = np.zeros(len(stages.numel)), x.job.parallel, x.costs
         if p.bucket_MiB is not None or x.job.costs.stage_times is not None:
             return out
-        if p.zero == 2:
-            for s, row in enumerate(stages.numel.tolist()):
-                out[s] = sum(self._message(x, MessageKind.REDUCE_SCATTER, pool, n) for pool, n in enumerate(row))
-            return out
         kinds = costs.numel.tolist()
         kind = {m: [[self._message(x, m, pool, n) for pool, n in enumerate(row)] for row in kinds] for m in _SYNC}
         for s, count in enumerate(stages.count.tolist()):
             out[s] = sum(n * sum(row) for n, row in zip(count, kind[MessageKind.REDUCE_SCATTER], strict=True))
-            if not fused:
+            if p.zero == 3 and not fused:
                 each = [t for n, row in zip(count, kind[MessageKind.ALL_GATHER], strict=True) for t in n * row]
                 out[s] += 2 * sum(sorted(each)[: max(0, len(each) - p.ahead - 1)])
         return out

@@ -21,6 +21,7 @@ LONG = 8192  # tokens of a sequence that one rank of cp holds, by default
 MOST_EP = 64
 WITHOUT_GAIN = ("gpipe", "looped-bfs")  # 1f1b takes no longer and keeps less
 CHEAP = ("norm", "up_projection", "activation")  # to recompute: no matrix product but latent attention's
+BUCKET_MIB = 152.6  # Megatron's 40 million parameters, whose gradients are fp32
 NODE = "one node"  # holds all shards: as many copies of them as nodes
 NO_LIMITS: Mapping[str, tuple[object, ...]] = {}
 
@@ -30,7 +31,8 @@ class JobSpace:
     """Every combination of the values tried. own: the job with its sizes resolved; gpus, sequences: what all keep.
 
     schedules: name and stages per rank, where neither is listed or pinned. usual: keys whose values are the default's.
-    per_node: GPUs of a node.
+    per_node: GPUs of a node. bucket: MiB of the buckets in which gradients are reduced beside backward, once a
+    step; None: as the job says.
     """
 
     job: Job
@@ -41,6 +43,7 @@ class JobSpace:
     schedules: tuple[tuple[str, int], ...] | None
     usual: frozenset[str]
     per_node: int
+    bucket: float | None = None
 
     @classmethod
     def of(cls, job: Job, hardware: DeviceHardware, says: Mapping[str, tuple[object, ...]] = NO_LIMITS) -> JobSpace:
@@ -73,7 +76,9 @@ class JobSpace:
         plan_free = s.layout is None and not {"name", "stages_per_rank"} & {*listed, *job.search.pin}
         schedules = _schedules((name, s.stages_per_rank or 1), says.get("name", NAMES)) if plan_free else None
         sequences, usual = (p.dp or 1) * mbs * s.microbatch_size, frozenset(default) - set(listed)
-        return cls(job, own, gpus, sequences, default | listed, schedules, usual, per_node)
+        whole = p.bucket_MiB is None and p.overlap_grad_reduce and not says and "bucket_MiB" in free - set(listed)
+        bucket = BUCKET_MIB if whole else None
+        return cls(job, own, gpus, sequences, default | listed, schedules, usual, per_node, bucket)
 
     def __iter__(self) -> Iterator[Changes]:
         """Each configuration as the keys that differ from the job's; first the job itself, if no list leaves it out;
@@ -118,6 +123,8 @@ class JobSpace:
         if "zero" in self.usual and chosen["zero"] == 3 != p.zero and size["pp"] > 1:
             return None  # weights gathered for every microbatch: tried where asked for
         dp, each = (int(cast(int, chosen.get(k, v))) for k, v in (("dp", p.dp), ("microbatch_size", s.microbatch_size)))
+        if self.bucket is not None and int(cast(int, chosen.get("zero", p.zero))) < 2 and dp * size["cp"] > 1:
+            chosen["bucket_MiB"] = self.bucket
         if chosen.get("dp_replicate") == NODE:
             shards = self.per_node // (size["tp"] * size["cp"])
             if chosen.get("zero", p.zero) in (0, 1) or shards < 2 or shards >= dp or dp % shards:

@@ -1,33 +1,25 @@
 """Search against enumeration: the same winner, the same front, bounds that hold, reasons that are true."""
 
-import json
-import os
 import random
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError
 from ir.job import Job, load_job
 from ir.job.load import KEYS
 from piper_sim.pricing.prepare import hardware_of
-from piper_sim.study import inputs
 from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
-from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, JobRefusal, full
+from piper_sim.study.search.evaluate import JobRefusal
 from piper_sim.study.search.search import front
 from piper_sim.study.search.space import JobSpace, replaced
-from piper_sim.study.search.workers import JobJournal
 
 Point = tuple[float, float, int]
 walked = import_module("piper_sim.study.search.search")  # beside it stands a function of this name
@@ -115,191 +107,6 @@ def test_a_bound_made_too_tight_loses_the_winner(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(JobBounds, "of", tight)
     lost = search(job)
     assert lost.best is not None and lost.proven and lost.best["iteration_s"] > wanted
-
-
-@pytest.mark.parametrize(("pp", "left_out"), [([2, 4], True), ([1, 4], False)])
-def test_lists_are_all_that_is_tried(pp: list[int], left_out: bool) -> None:
-    """Against all of them, written out by hand: the job's own pipeline of one is no answer where it is not listed."""
-    base = {
-        "model": {"config": "tiny-llama", "num_hidden_layers": 8, "seq_len": 2048},
-        "cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 4},
-    }
-    lists = {"pp": pp, "name": ["1f1b", "gpipe"], "tp": [1], "zero": [1], "microbatch_size": [1], "recompute": ["none"]}
-
-    def job(p: int, name: str, **more: Any) -> Job:
-        parallel = {"pp": p, "dp": 4 // p, "zero": 1, "layers": "even"}
-        return load_job({**base, "parallel": parallel, "schedule": {"global_batch": 8, "name": name}, **more})
-
-    found = search(job(1, "1f1b", search={**lists, "layers": ["even"]}))
-    steps = [predict(job(p, name)).iteration_s for p in pp for name in ("1f1b", "gpipe")]
-    assert found.proven and found.best is not None and found.best["iteration_s"] == min(steps)
-    assert (predict(job(1, "1f1b")).iteration_s < min(steps)) == left_out  # it would have won
-
-
-@pytest.mark.parametrize(("room", "wins"), [(80.0, 0.0), (14.0, 1.0)])
-def test_the_host_keeps_an_optimizer_where_nothing_else_fits(room: float, wins: float) -> None:
-    """Found is what all values simulated one by one give: without offload where it fits, with it where it must."""
-    base = {"model": {"config": "llama3-8b", "num_hidden_layers": 4, "seq_len": 1024}, "schedule": {"microbatches": 2}}
-    base |= {"cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 2, "hbm_GiB": room}, "parallel": {"pp": 2}}
-
-    def job(**more: object) -> Job:
-        return load_job({**base, **more})
-
-    values = [0.0, 0.5, 1.0]
-    free = ["tp", "cp", "pp", "zero", "layers", "microbatch_size", "recompute", "name", "stages_per_rank"]
-    found = search(job(search={"offload": values, "pin": free}))
-    runs = {v: predict(job(optimizer={"offload": v})) for v in values}
-    best = min((v for v in values if runs[v].fits), key=lambda v: runs[v].iteration_s)
-    assert best == wins and found.proven and found.best is not None
-    assert found.best["iteration_s"] == runs[best].iteration_s
-    assert runs[0.0].iteration_s < runs[0.5].iteration_s < runs[1.0].iteration_s
-
-
-@pytest.mark.parametrize(("zero", "nic", "copies"), [(3, 20.0, 2), (3, 4000.0, 1), (1, 20.0, 1)])
-def test_shards_stay_inside_a_node_where_that_pays(zero: int, nic: float, copies: int) -> None:
-    """Found is the quicker of both, simulated by themselves; ZeRO-1 keeps gradients whole, none is tried."""
-    model = {"config": "llama3-8b", "num_hidden_layers": 4, "seq_len": 1024}
-    cluster = {"gpu": "h100-sxm", "nodes": 2, "gpus_per_node": 4, "nic_Gbps": nic}
-    base = {"model": model, "cluster": cluster, "schedule": {"global_batch": 16}}
-    pins = ["tp", "cp", "pp", "layers", "microbatch_size", "recompute", "name", "stages_per_rank"]
-    found = search(load_job({**base, "parallel": {"zero": zero}, "search": {"zero": [zero], "pin": pins}}))
-    runs = {n: predict(load_job({**base, "parallel": {"zero": zero, "dp_replicate": n}})) for n in (1, 2)}
-    tried = (1, 2) if zero == 3 else (1,)
-    assert found.proven and found.best is not None and found.space == len(tried)
-    assert copies == min(tried, key=lambda n: runs[n].iteration_s)
-    assert found.best["changes"].get("parallel.dp_replicate", 1) == copies
-    assert found.best["iteration_s"] == runs[copies].iteration_s
-
-
-def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
-    one = search(small())
-    two, other = search(small(), workers=2), search(small(seed=7))
-    for found in (two, other):
-        assert found.proven and found.pareto == one.pareto and found.best == one.best
-    assert [r.to_dict() for r in two.all_rejected] == [r.to_dict() for r in one.all_rejected]
-    assert two.evaluated == one.evaluated
-
-
-def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed again and again, the last line torn as often as not: the same answer, and nothing simulated twice."""
-    path, whole, r, ends = tmp_path / "kept.jsonl", search(small()), random.Random(0), 0
-    monkeypatch.setattr(JobJournal, "add", _dying(JobJournal.add, r))
-    while True:
-        before = path.read_bytes().count(b"\n") if path.exists() else 0
-        try:
-            found = search(small(), workers=1 + (ends > 2), journal=str(path))
-            break
-        except KeyboardInterrupt:
-            ends += 1
-            text = path.read_bytes()
-            assert text.count(b"\n") > before
-            if r.random() < 0.5:
-                path.write_bytes(text + b'{"changes": "{')
-    assert ends >= 2 and (found.best, found.pareto, found.evaluated) == (whole.best, whole.pareto, whole.evaluated)
-    assert [x.to_dict() for x in found.all_rejected] == [x.to_dict() for x in whole.all_rejected]
-    assert path.read_bytes().count(b"\n") == 1 + found.evaluated
-    with pytest.raises(PiperError, match="of another job"):
-        search(small(hbm_GiB=40.0), journal=str(path))
-
-
-def test_ctrl_c_reaches_the_process_that_searches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends it to all: here to the first worker, as soon as there is one, which goes on."""
-    workers, submit = list[Any](), ProcessPoolExecutor.submit
-
-    def disturbed(pool: ProcessPoolExecutor, *args: Any) -> Any:
-        found = submit(pool, *args)
-        if not workers:
-            workers.extend(pool._processes.values())
-            os.kill(workers[0].pid, signal.SIGINT)
-        return found
-
-    monkeypatch.setattr(ProcessPoolExecutor, "submit", disturbed)
-    search(small(), workers=2)
-    workers[0].join()
-    assert workers[0].exitcode == 0
-
-
-def test_workers_that_die_at_the_very_end_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = small(microbatch_size=[1, 2])
-    submit, whole = ProcessPoolExecutor.submit, search(job)
-
-    def dying(pool: ProcessPoolExecutor, what: Any, *args: Any) -> Any:
-        found = submit(pool, what, *args)
-        for p in list(pool._processes.values()) if what is full else ():
-            os.kill(p.pid or 0, signal.SIGKILL)
-        return found
-
-    monkeypatch.setattr(ProcessPoolExecutor, "submit", dying)
-    assert len(whole.pareto) > 1 and search(job, workers=2).pareto == whole.pareto
-
-
-def test_what_was_beaten_in_another_order_is_asked_for_its_allocators(tmp_path: Path) -> None:
-    """Another seed, or a slower machine, comes to it before what beat it: here nothing in the journal was asked."""
-    path, whole = tmp_path / "kept.jsonl", search(small())
-    search(small(), journal=str(path))
-    head, *rows = path.read_text().splitlines()
-    for row in (kept := [json.loads(r) for r in rows]):
-        if row["found"]["kind"] is None:
-            row["found"]["device_bytes"] = None
-    path.write_text("\n".join([head, *map(json.dumps, kept)]) + "\n")
-    for _ in range(2):  # by what the journal held, then by what it has learned
-        found = search(small(), journal=str(path))
-        assert (found.best, found.pareto, found.evaluated) == (whole.best, whole.pareto, whole.evaluated)
-
-
-def test_a_journal_is_of_what_files_held_and_of_this_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's own config, an order's table: changed where they lie, nothing that was found of them is taken."""
-    config = json.loads((Path(__file__).parents[4] / "ir/workload/config/presets/tiny-llama.json").read_text())
-    table = {
-        "model": {"config": str(tmp_path / "config.json"), "seq_len": 64},
-        "parallel": {"dp": 2},
-        "search": {"tp": [1, 2], "pp": [1], "name": ["1f1b"], "pin": ["recompute"]},
-    }
-
-    def found(width: int) -> JobSearchResult:
-        (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
-        return search(load_job(table), journal=str(tmp_path / "kept.jsonl"))
-
-    assert found(128).best == found(128).best
-    with pytest.raises(PiperError, match="of another job, file"):
-        found(256)
-    found(128)
-    monkeypatch.setattr(inputs, "program_digest", lambda: "another")
-    with pytest.raises(PiperError, match="version of piper-sim"):
-        found(128)
-
-
-@pytest.mark.parametrize("text", ["notes without an end", "one\ntwo", '{"schema_version": 1, "space": "ab"}\n{"chan'])
-def test_a_file_that_is_no_journal_of_this_space_is_left_as_it_is(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text(text)
-    with pytest.raises(PiperError, match="of another job"):
-        search(small(), journal=str(path))
-    assert path.read_text() == text
-
-
-def test_a_journal_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(PiperError, match="not a regular file"):
-        search(small(), journal=str(tmp_path / "pipe"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    try:
-        with pytest.raises(PiperError) as full_disk:
-            search(small(), journal=str(tmp_path / "kept.jsonl"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (full_disk.value.kind, full_disk.value.key) == (ErrorKind.IO, "--journal")
-
-
-def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
-    def dies(self: JobJournal, one: BoundedJob, found: EvaluatedJob) -> None:
-        new = json.dumps(one.changes, sort_keys=True) not in self.known
-        add(self, one, found)
-        if new and r.random() < 0.7:
-            raise KeyboardInterrupt
-
-    return dies
 
 
 @pytest.mark.parametrize(("share", "simulated"), [(0.5, 5), (0.0, 0)])
@@ -407,26 +214,3 @@ def test_bounds_hold_over_two_towers(name: str, recompute: str) -> None:
         bound, peak = bounds.of(job), p.to_dict()["memory"]["device_peak_bytes"]
         assert bounds.first(job).seconds <= bound.seconds <= p.iteration_s
         assert bound.device_bytes <= max(peak.values())
-
-
-def test_a_job_that_recomputes_some_layers_is_searched_beside_all_and_none() -> None:
-    table = {"model": {"config": "tiny-llama", "num_hidden_layers": 4, "seq_len": 64}, "parallel": {"pp": 2}}
-    table |= {"schedule": {"name": "1f1b", "microbatches": 4, "recompute": ["mlp", "attention"], "recompute_layers": 1}}
-    job = load_job(table | {"search": {"tp": [1], "pp": [2], "cp": [1], "zero": [1], "pin": ["name"]}})
-    space = JobSpace.of(job, hardware_of(job))
-    found = {(str(x.schedule.recompute), x.schedule.recompute_layers) for x in (space.job_of(c) for c in space)}
-    assert ("('mlp', 'attention')", 1) in found and {r for r, n in found if n is None} >= {"none", "full"}
-    assert search(job, budget_s=60.0).proven
-
-
-def test_another_recompute_says_that_the_job_s_layers_are_left_out() -> None:
-    model = {"config": "tiny-llama", "num_hidden_layers": 4, "seq_len": 64}
-    schedule = {"name": "1f1b", "microbatches": 4, "recompute": "full", "recompute_layers": "1::2"}
-    lists = {"tp": [1], "pp": [2], "zero": [1], "recompute": ["none", "full", ["norm"]], "pin": ["name"]}
-    found = search(load_job({"model": model, "parallel": {"pp": 2}, "schedule": schedule, "search": lists}))
-    assert {"none", ("norm",)} & {p["changes"].get("schedule.recompute") for p in found.pareto}
-    for p in found.pareto:
-        new = {k.split(".")[1]: v for k, v in p["changes"].items() if k.startswith("schedule.")}
-        said = {k: v for k, v in (schedule | new).items() if v is not None}
-        by_hand = load_job({"model": model, "parallel": {"pp": 2}, "schedule": said})
-        assert predict(by_hand).iteration_s == p["iteration_s"]
