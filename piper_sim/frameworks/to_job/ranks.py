@@ -75,6 +75,9 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
     d.put(
         "parallel", zero=zero_of(d.framework, f), sequence_parallel=bool(f.get("sequence_parallel")) if tp > 1 else None
     )
+    if pipelined_fsdp(d):
+        why = "weights are kept from the first microbatch on, where torch gathers them again after each forward"
+        d.expect(f.get("reshard") != "always", "reshard", why)
     if elements := f.get("bucket_elements"):
         d.put("parallel", bucket_MiB=elements * element_bytes(f.get("reduce")) / 2**20)
     if pp > 1 and not f.get("layout") and d.framework in EVEN:
@@ -136,6 +139,12 @@ def shards(d: JobDraft, f: Facts) -> int:
     return 0 if "cluster.nodes" in d.filled else _replicas(d) // max(1, f.get("dp_replicate", 1))
 
 
+def pipelined_fsdp(d: JobDraft) -> bool:
+    """Whether torch's pipelining runs torchtitan's FSDP: whole weights and gradients in a step, sharded states."""
+    p = d.job.get("parallel", {})
+    return d.framework.endswith("torchtitan") and p.get("pp", 1) > 1 and p.get("zero") == 1
+
+
 def zero_of(framework: str, f: Facts) -> int | None:
     """ZeRO's stage."""
     if str(said := f.get("zero")).startswith(HYBRID):
@@ -149,6 +158,8 @@ def zero_of(framework: str, f: Facts) -> int | None:
     if (how := f.get("reshard")) and f.get("zero", 3) == 3:
         if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
             return 0
+        if f.get("pp", 1) > 1 and framework.endswith("torchtitan"):
+            return 1  # torch's pipelining keeps whole gradients, and reduces them once a step (REDUCE_GRAD)
         return 3 if how == "always" or (how == "default" and f.get("pp", 1) == 1) else 2
     kind = f.get("distributed_type")
     found = f.get("zero", kind if isinstance(kind, int) else None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ir.job.schema import PARTS
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, has_experts
-from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, shards, zero_of
+from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, pipelined_fsdp, shards, zero_of
 
 DEEPSPEED, FSDP = 2, 3  # accelerate's `distributed_type`, and the stage that it then takes
 LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
@@ -25,7 +25,11 @@ def unsaid(d: JobDraft, f: Facts) -> None:
     kind = f.get("dispatcher_type") if moved else None
     d.expect(kind != "allgather", "dispatcher_type", "tokens go by all-to-all to the ranks that have their experts")
     copies = c["nodes"] * c["gpus_per_node"] // (p.get("tp", 1) * p.get("pp", 1))
-    reduces = f.get("overlapped_reduce", False if d.framework == "megatron" else None)
+    reduces = f.get("overlapped_reduce", False if d.framework == "megatron" or pipelined_fsdp(d) else None)
+    if pipelined_fsdp(d) and copies > 1:
+        d.unsaid.append("FSDP's gathers are waited for once a step, where most are under the first forward")
+        if d.job.get("schedule", {}).get("flushes", 1) > 1:
+            d.unsaid.append("gathers and reductions are once a step, where FSDP has them in each accumulated pass")
     if copies > 1 and p.get("zero", 0) < 2:
         d.put("parallel", overlap_grad_reduce=reduces)
         if reduces and "bucket_MiB" not in p:
@@ -78,7 +82,11 @@ def _chosen(d: JobDraft, choice: str) -> tuple[str | list[str], str | None]:
 def formats(d: JobDraft, f: Facts) -> None:
     """Number formats, the optimizer, the constants of the framework."""
     compute = "fp8" if f.get("fp8") == "fp8" else _unmixed(d, f) or f.get("compute")
-    d.put("precision", compute=compute, params=f.get("params"), grads=f.get("grads"), reduce=f.get("reduce"))
+    params, grads = f.get("params"), f.get("grads")
+    if pipelined_fsdp(d):  # whole are the weights as gathered; the fp32 ones are the shards that the optimizer updates
+        params = None if params == "fp32" and compute != "fp32" else params
+        grads = grads or f.get("reduce")  # microbatches are summed in the format that is reduced
+    d.put("precision", compute=compute, params=params, grads=grads, reduce=f.get("reduce"))
     moments = f.get("optimizer_dtype")
     d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
     d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")

@@ -40,7 +40,8 @@ def jobs(draw: st.DrawFn, frameworks: tuple[str, ...] = FRAMEWORKS) -> tuple[str
     tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)] if not hf else [(1, 1)]))
     cp = 1 if hf else draw(st.sampled_from([1, 2]))
     sp = tp > 1 and not hf and (moe or framework == "torchtitan" or draw(st.booleans()))
-    zero = draw(st.sampled_from([0, 1, 2, 3] if megatron or hf else [0, 3] if framework == "automodel" else [2, 3]))
+    titan = [1] if pp > 1 else [2, 3]
+    zero = draw(st.sampled_from([0, 1, 2, 3] if megatron or hf else [0, 3] if framework == "automodel" else titan))
     ep = draw(st.sampled_from([1, 2])) if moe else 1
     chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     model: dict[str, Any] = {"config": "tiny-moe" if moe else "tiny-llama", "num_hidden_layers": 8, "seq_len": 64}
@@ -69,10 +70,10 @@ def jobs(draw: st.DrawFn, frameworks: tuple[str, ...] = FRAMEWORKS) -> tuple[str
     precision = {"compute": draw(st.sampled_from(["bf16", "fp8"] if megatron else ["bf16"]))}
     if megatron and draw(st.booleans()):
         precision |= {"params": "bf16", "reduce": "bf16"} | ({"gather": "fp8"} if precision["compute"] == "fp8" else {})
-    titan = TITAN if framework == "torchtitan" else model
+    model = TITAN if framework == "torchtitan" else model
     optimizer = {"lr": draw(st.sampled_from([1e-3, 3e-4])), "clip_norm": draw(st.sampled_from([0.0, 1.0]))}
     return framework, prepared(
-        model=titan, parallel=parallel, schedule=schedule, precision=precision, optimizer=optimizer
+        model=model, parallel=parallel, schedule=schedule, precision=precision, optimizer=optimizer
     )
 
 
@@ -99,6 +100,7 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
         ("megatron-bridge", {"schedule": {"recompute": ["attention"]}}, "schedule.recompute"),
         ("torchtitan", {"model": {"config": "tiny-llama", "num_hidden_layers": 3}}, "model.config"),
         ("torchtitan", {"model": TITAN, "parallel": {"zero": 1}}, "parallel.zero"),
+        ("torchtitan", {"model": TITAN, "parallel": {"zero": 3, "pp": 2}}, "parallel.zero"),
         ("deepspeed", {"parallel": {"pp": 2}}, "parallel.pp"),
         ("accelerate", {"parallel": {"ep": 2}, "model": {"config": "tiny-moe"}}, "parallel.ep"),
         ("primus", {"precision": {"compute": "fp64"}}, "precision.compute"),

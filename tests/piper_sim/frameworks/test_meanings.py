@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ir.core.errors import PiperError
-from ir.job.build import prepare
+from ir.job.build import precision_of, prepare
 from ir.job.load import job_from
 from piper_sim.app.cli import main
 from piper_sim.frameworks.exporting import export_launch
@@ -101,6 +101,31 @@ def test_accumulated_passes_of_torch_are_flushes(tmp_path: Path) -> None:
     assert once.job["schedule"] == s
     flat = imported(tmp_path, TITAN.replace("degree = 4", "degree = 1"), "t.toml").job["schedule"]
     assert (flat["microbatch_size"], flat["microbatches"]) == (4, 32) and "flushes" not in flat
+
+
+# torch/distributed/pipelining/stage.py: no backward reshards or reduces, perform_reduce_grad does both behind the last;
+# _fsdp_param.py to_accumulated_grad_if_needed: until then gradients are summed whole, in reduce_dtype
+
+
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+def test_torchs_pipelining_keeps_whole_gradients_and_reduces_them_once(tmp_path: Path, reshard: str) -> None:
+    more = f'fsdp_reshard_after_forward = "{reshard}"\n[training]\nmixed_precision_reduce = "bfloat16"'
+    text = TITAN.replace("[training]", more)
+    found = imported(tmp_path, text, "t.toml")
+    parallel, precision = found.job["parallel"], found.job["precision"]
+    assert (parallel["zero"], parallel["overlap_grad_reduce"]) == (1, False)
+    assert ("parallelism.fsdp_reshard_after_forward" in listed(found, ASSUMED)) == (reshard == "always")
+    assert "params" not in precision and precision["grads"] == precision["reduce"] == "bf16"
+    job = prepare(job_from(found.job))
+    whole = precision_of(job.job)
+    assert (whole.params, whole.optimizer) == ("bf16", "fp32"), "weights as gathered, and shards that are updated"
+    made = export_launch(job, "torchtitan")
+    again = read_back(made).job
+    assert (again["parallel"], again["precision"]) == (parallel, precision)
+    assert not made.left_out.keys() & {"precision.params", "precision.grads"}
+    flat = imported(tmp_path, text.replace("degree = 4", "degree = 1"), "t.toml").job
+    assert flat["parallel"] == {"zero": 2 if reshard == "never" else 3}
+    assert flat["precision"]["params"] == "fp32" and "grads" not in flat["precision"]
 
 
 # torchtitan/distributed/pipeline_parallel.py: stages are ⌈(layers + 1 + 1) / layers_per_stage⌉, a multiple of the ranks
