@@ -35,8 +35,9 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
             return f | {"vocab": f.pop("vocab_padded"), **gate}
         return f | {"activation": None if framework == "megatron" and act is LayerActivation.GELU else str(act)}
     if framework in ("torchtitan", "automodel"):
-        compiled = framework == "torchtitan" and job.costs.software == "torchtitan-compiled"
-        f |= {"compiled": True} if compiled else {}
+        compiled = str(job.costs.software) if framework == "torchtitan" else ""
+        f |= {"compiled": True} if compiled.startswith("torchtitan-compiled") else {}
+        f |= {"components": ["model"]} if compiled == "torchtitan-compiled" else {}
         return f | _torch(prepared, framework, dp, size, mbs) | _name(job, framework)
     if framework == "accelerate":
         f["compute"] = f.pop("fp8", f["compute"])

@@ -163,5 +163,12 @@ def _costs(d: JobDraft, f: Facts) -> None:
         whole = "full_iteration" in (f.get("graph_scope") or ())
         d.put("costs", cuda_graphs="step" if whole else graphs)
     if software := tables()["software"].get(d.framework):
-        software += "-compiled" if f.get("compiled") else ""
-        d.fill("costs.software", software, "the framework whose kernels and buffers are priced")
+        d.fill("costs.software", software + _compiled(d, f), "the framework whose kernels and buffers are priced")
+
+
+def _compiled(d: JobDraft, f: Facts) -> str:
+    """What torchtitan compiles, as its software files end: layers, and since 2025 the loss unless told otherwise."""
+    parts = ["model"] if f.get("compiled_layers") else []
+    parts = f.get("components", ["model", "loss"]) if f.get("compiled") else parts
+    d.expect("model" in parts or not parts, "components", "layers are not compiled: nothing is presumed to be")
+    return "" if "model" not in parts else "-compiled-loss" if "loss" in parts else "-compiled"

@@ -178,8 +178,25 @@ def test_a_module_is_recomputed_where_there_is_one(
         assert a["--recompute-modules"] == modules
 
 
-def test_compiled_layers_of_torchtitan_come_back() -> None:
-    model = {"config": "llama3-8b", "seq_len": 2048}
-    job = prepared(model=model, parallel={"zero": 3}, costs={"software": "torchtitan-compiled"})
-    made = export_launch(job, "torchtitan")
-    assert read_back(made).job["costs"]["software"] == "torchtitan-compiled" and "costs.software" not in made.left_out
+# torchtitan config/job_config.py: Compile.components is ["model", "loss"]; components/loss.py: rescale and compile
+
+
+@pytest.mark.parametrize(
+    ("said", "software", "doubtful"),
+    [
+        ("[compile]\nenable = true", "torchtitan-compiled-loss", False),
+        ('[compile]\nenable = true\ncomponents = ["loss", "model"]', "torchtitan-compiled-loss", False),
+        ('[compile]\nenable = true\ncomponents = ["model"]', "torchtitan-compiled", False),
+        ('[compile]\nenable = true\ncomponents = ["loss"]', "torchtitan", True),
+        ('[compile]\ncomponents = ["model"]', "torchtitan", False),
+        ("[training]\ncompile = true", "torchtitan-compiled", False),
+    ],
+)
+def test_what_torchtitan_compiles_is_its_software_and_comes_back(
+    tmp_path: Path, said: str, software: str, doubtful: bool
+) -> None:
+    found = imported(tmp_path, f'[model]\nname = "llama3"\nflavor = "8B"\n{said}\n', "t.toml", "torchtitan")
+    assert found.job["costs"]["software"] == software
+    assert (listed(found, ASSUMED) == ["compile.components"]) == doubtful
+    made = export_launch(prepared(**found.job), "torchtitan")
+    assert read_back(made).job["costs"]["software"] == software and "costs.software" not in made.left_out
