@@ -112,6 +112,7 @@ def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
         return replace(e, list=ASSUMED, note=d.doubts[e.fact])
     p = d.job.get("parallel", {})
     there = {k: p.get(k, 1) > 1 for k in ("tp", "cp", "pp")}
+    there |= {"vp": d.job.get("schedule", {}).get("stages_per_rank", 1) > 1}
     there |= {"fp8": d.job.get("precision", {}).get("compute") == "fp8", "zero3": p.get("zero", 3) == 3}
     lacks = [k for k in e.only if not there[k]]
     if e.list == UNDERSTOOD and e.said is not None and e.said != stated.get(e.fact):

@@ -35,7 +35,11 @@ def unsaid(d: JobDraft, f: Facts) -> None:
         if reduces and "bucket_MiB" not in p:
             mib = max(40, copies // p.get("cp", 1)) * 1e6 * element_bytes(f.get("reduce")) / 2**20
             d.fill("parallel.bucket_MiB", mib, "megatron's default: 40 million gradients, or one for each replica")
-    holds = {"overlapped_gather": copies > 1 and p.get("zero", 0) > 0}
+    gathers, alone = copies > 1 and p.get("zero", 0) > 0, d.job.get("schedule", {}).get("stages_per_rank", 1) == 1
+    waited = gathers and alone and p["zero"] < 3  # ZeRO-3's are in each pass
+    if waited and f.get("overlapped_gather"):
+        d.doubts["overlapped_gather"] = "gathers are waited for: a rank has one stage"
+    holds = {"overlapped_gather": gathers and not waited}
     holds |= {"dispatcher_type": moved and not f.get("dispatcher")}
     each = f.get("grouped_gemm", d.framework != "megatron")  # which Megatron does only when told to
     d.put("costs", grouped_gemm=False if has_experts(d, f) and not each else None)

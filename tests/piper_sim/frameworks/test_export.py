@@ -82,7 +82,8 @@ def jobs(draw: st.DrawFn, frameworks: tuple[str, ...] = FRAMEWORKS) -> tuple[str
 def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> None:
     framework, job = drawn
     once = read_back(export_launch(job, framework))
-    assert once.framework == framework and not [e for e in once.entries if e.list != "understood" and e.argument.name]
+    not_all = {e.fact for e in once.entries if e.list != "understood" and e.argument.name}
+    assert once.framework == framework and not_all <= {"overlapped_gather"}  # asked for where the plan waits, too
     back = prepare(job_from(once.job))
     assert (back.mesh.sizes, back.mbs, back.layout) == (job.mesh.sizes, job.mbs, job.layout)
     assert back.job.precision.gather == job.job.precision.gather

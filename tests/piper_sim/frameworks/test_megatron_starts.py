@@ -26,6 +26,7 @@ LAYOUT |= {"--pipeline-model-parallel-layout"}
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
 MEGATRON = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-size 256 --micro-batch-size 1 "
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 4 --moe-grouped-gemm "
+CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer "
 
 
@@ -113,7 +114,7 @@ def unsaid(tmp_path: Path, more: str) -> str:
 @pytest.mark.parametrize(
     ("argument", "lacks"),
     [
-        ("--overlap-param-gather", "--overlap-grad-reduce --use-distributed-optimizer"),
+        ("--overlap-param-gather", f"{CHUNKS}--overlap-grad-reduce --use-distributed-optimizer"),
         ("--moe-token-dispatcher-type", OVERLAP + EXPERTS),
     ],
 )
@@ -124,6 +125,18 @@ def test_what_is_presumed_though_megatron_does_otherwise_by_itself_is_said(
     assert argument not in unsaid(tmp_path, OVERLAP + EXPERTS + "--moe-token-dispatcher-type alltoall")
     alone = "--tensor-model-parallel-size 8"  # one replica: nothing to reduce
     assert argument not in unsaid(tmp_path, alone)
+
+
+def test_gathers_that_a_ranks_only_stage_waits_for_are_not_understood_as_overlapped(tmp_path: Path) -> None:
+    name, one = "--overlap-param-gather", imported(tmp_path, MEGATRON + OVERLAP)
+    assert name in listed(one, ASSUMED) and name not in listed(one, UNDERSTOOD)
+    assert name not in unsaid(tmp_path, "--use-distributed-optimizer"), "predicted as it runs without"
+    for more in (CHUNKS + OVERLAP, OVERLAP + "--tensor-model-parallel-size 8", "--overlap-param-gather"):
+        assert name in listed(imported(tmp_path, MEGATRON + more), UNDERSTOOD)
+    text = "model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_length: 64}\n"
+    text += "train: {micro_batch_size: 2, global_batch_size: 32}\n"
+    off = imported(tmp_path, text + "ddp: {use_distributed_optimizer: true, overlap_param_gather: false}\n", "c.yaml")
+    assert "ddp.overlap_param_gather" in listed(off, UNDERSTOOD)
 
 
 def test_experts_are_one_product_where_the_script_asks_for_it(tmp_path: Path) -> None:
