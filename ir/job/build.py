@@ -131,6 +131,7 @@ def prepare(
     Raises PiperError: sizes that do not fit the cluster, the model or each other, each with the nearest that do.
     """
     with blaming(job):
+        counted = job.cluster.nodes is not None  # the GPUs, which whatever a refusal names must divide
         job = resolve(job, gpus_per_node)
         model = read_model(job)
         config, chunks = model.config, model.chunks
@@ -142,7 +143,8 @@ def prepare(
         if isinstance(made, DirectiveFile):
             job, made = agree(job, made), with_split(made, job.schedule.microbatches)
         p = job.parallel
-        model.check(p.layout, shape, precision, recompute_options(job))
+        sharing = p.tp * p.cp * (p.dp or 1) if counted else 0
+        model.check(p.layout, shape, precision, recompute_options(job), sharing)
         mesh, source = p.mesh, model.source(shape, precision, style)
         mbs = (made.mbs or 1) if isinstance(made, DirectiveFile) else made.microbatches
         check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)

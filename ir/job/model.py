@@ -25,11 +25,18 @@ class JobModel:
     captured: CapturedModel | None = None
 
     def check(
-        self, layout: PartLayout, shape: MicrobatchShape, precision: ModelPrecision, recompute: frozenset[str]
+        self,
+        layout: PartLayout,
+        shape: MicrobatchShape,
+        precision: ModelPrecision,
+        recompute: frozenset[str],
+        ranks: int = 0,
     ) -> None:
-        """Refuse sizes, and for a captured model formats and options, that do not go with it."""
+        """Refuse sizes, and for a captured model formats and options, that do not go with it. ranks: tp·cp·dp, where
+        the number of GPUs is given.
+        """
         if self.captured is None:
-            check_setting(self.config, layout, shape)
+            check_setting(self.config, layout, shape, ranks)
         else:
             self.captured.check(layout, shape, precision, recompute)
 

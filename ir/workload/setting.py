@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -11,6 +12,8 @@ from ir.core.limits import divisors
 from ir.core.work import DType
 from ir.workload.config.spec import ModelConfig, NormLayerKind
 from ir.workload.part import PartLayout
+
+_VOCABULARY, _STRETCHES = "vocabulary", "equal stretches of each sequence"
 
 
 class AttentionKind(StrEnum):
@@ -189,8 +192,10 @@ def attention_of(name: str) -> AttentionKind:
     return AttentionKind(name)
 
 
-def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
+def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape, ranks: int = 0) -> None:
     """Refuse sizes that do not divide, naming the job's key and the nearest size that does.
+
+    ranks: tp·cp·dp, where the number of GPUs is given: a size that is named divides them, too.
 
     >>> from ir.workload import load_config
     >>> check_setting(load_config("llama3-8b"), PartLayout(tp=16), MicrobatchShape())
@@ -199,31 +204,51 @@ def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShap
     allowed: divisors of 8
     fix: tp = 8
     """
-    c, moe, m = config, config.moe, config.mixer
-    attends = m is None or any(c.attends(i) for i in range(c.layers))
-    whole = [
-        ("tp", layout.tp, "attention heads", c.heads if attends else 0),
-        ("tp", layout.tp, "KV heads", c.heads if c.mla else c.kv_heads if attends else 0),
-        ("tp", layout.tp, "vocabulary", c.vocab),
-        ("tp", layout.tp, "MLP width", c.ffn if any(c.has_mlp(i) for i in range(c.layers)) else 0),
-        ("tp", layout.tp, "groups of recurrent heads", m.groups if m else 0),
-        ("tp", layout.tp, "shared experts' width", moe.shared_ffn if moe else 0),
-        ("ep", layout.ep, "experts", moe.experts if moe else 0),
-        ("etp", layout.etp, "expert width", moe.ffn if moe else 0),
-    ]
-    for axis, by, what, size in whole:
+    for axis, by, what, size in _divided(config, layout, shape):
         if size % by:
-            raise uneven(axis, by, f"{c.source}'s {what}", size)
-    if m is not None and m.heads // layout.tp % layout.cp:
-        raise uneven("cp", layout.cp, f"{c.source}'s recurrent heads of a tensor-parallel rank", m.heads // layout.tp)
-    if layout.cp_heads and attends and (heads := (c.heads if c.mla else c.kv_heads) // layout.tp) % layout.cp:
-        raise uneven("cp", layout.cp, f"{c.source}'s KV heads of a tensor-parallel rank", heads)
-    if layout.cp > 1 and shape.seq_len % (2 * layout.cp):
-        raise _refuse_stretches(layout.cp, shape.seq_len)
-    if layout.sequence_parallel and (shape.seq_len // layout.cp) % layout.tp:
-        raise uneven("tp", layout.tp, "the tokens that sequence_parallel shares out", shape.seq_len // layout.cp)
+            raise uneven(axis, by, what, size, _nearest(config, layout, shape, axis, size, ranks))
     _check_kinds(config, layout, shape)
     _check_encoder(config, layout, shape)
+
+
+def _divided(c: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> Iterator[tuple[str, int, str, int]]:
+    """(axis, what divides, words, what is divided), in the order of their refusals."""
+    moe, m, tp, cp = c.moe, c.mixer, layout.tp, layout.cp
+    attends = m is None or any(c.attends(i) for i in range(c.layers))
+    mine = f"{c.source}'s"
+    yield "tp", tp, f"{mine} attention heads", c.heads if attends else 0
+    yield "tp", tp, f"{mine} KV heads", c.heads if c.mla else c.kv_heads if attends else 0
+    yield "tp", tp, f"{mine} {_VOCABULARY}", c.vocab
+    yield "tp", tp, f"{mine} MLP width", c.ffn if any(c.has_mlp(i) for i in range(c.layers)) else 0
+    yield "tp", tp, f"{mine} groups of recurrent heads", m.groups if m else 0
+    yield "tp", tp, f"{mine} shared experts' width", moe.shared_ffn if moe else 0
+    yield "ep", layout.ep, f"{mine} experts", moe.experts if moe else 0
+    yield "etp", layout.etp, f"{mine} expert width", moe.ffn if moe else 0
+    if m is not None:
+        yield "cp", cp, f"{mine} recurrent heads of a tensor-parallel rank", m.heads // tp
+    if layout.cp_heads and attends:
+        heads = (c.heads if c.mla else c.kv_heads) // tp
+        yield "cp", cp, f"{mine} KV heads of a tensor-parallel rank", heads
+    if cp > 1:  # the causal mask's work is even where each has two: the i-th, the i-th to last
+        yield "cp", 2 * cp, _STRETCHES, shape.seq_len
+    if layout.sequence_parallel:
+        yield "tp", tp, "the tokens that sequence_parallel shares out", shape.seq_len // cp
+    if layout.sequence_parallel and c.encoder:
+        yield "tp", tp, "the encoder's tokens that sequence_parallel shares out", shape.encoded().seq_len
+
+
+def _nearest(c: ModelConfig, layout: PartLayout, shape: MicrobatchShape, axis: str, size: int, ranks: int) -> int:
+    """The largest number of ranks below an axis' own that divides `size`, all else that it has to, and the GPUs."""
+    own = {a: getattr(layout, a) for a in ("tp", "cp", "ep", "etp")}
+    beside = own[{"tp": "cp", "cp": "tp", "ep": "etp", "etp": "ep"}[axis]]
+    for n in reversed(divisors(size)):
+        if n >= own[axis] or ranks % (n * beside):
+            continue
+        tp, cp, ep, etp = (own | {axis: n}).values()
+        other = replace(layout, tp=tp, cp=cp, ep=ep, etp=etp)
+        if all(whole % by == 0 for a, by, _, whole in _divided(c, other, shape) if a == axis):
+            return n
+    return 1
 
 
 def _check_encoder(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
@@ -232,9 +257,6 @@ def _check_encoder(config: ModelConfig, layout: PartLayout, shape: MicrobatchSha
         raise PiperError(ErrorKind.MODEL, message, key="model.encoder_seq_len", suggestion="leave it out")
     if config.encoder and layout.cp > 1:
         raise job_error("parallel.cp", "context parallelism of two towers is not built", "cp = 1", "1")
-    if layout.sequence_parallel and shape.encoded().seq_len % layout.tp and config.encoder:
-        what = "the encoder's tokens that sequence_parallel shares out"
-        raise uneven("tp", layout.tp, what, shape.encoded().seq_len)
 
 
 def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
@@ -256,18 +278,12 @@ def _positions_key(config: ModelConfig) -> str:
     return known.get(config.model_type, "max_position_embeddings")
 
 
-def _refuse_stretches(cp: int, length: int) -> PiperError:
-    """The causal mask's work is even where each device has two stretches of a sequence: the i-th, the i-th to last."""
-    near = max((d for d in divisors(length) if d < cp and length % (2 * d) == 0), default=1)
-    message = f"cp = {cp} needs {2 * cp} equal stretches of each sequence, and seq_len = {length}"
-    return job_error("parallel.cp", message, f"cp = {near}", f"a seq_len divisible by {2 * cp}")
-
-
-def uneven(axis: str, by: int, what: str, size: int) -> PiperError:
-    """The refusal of a size that ranks do not divide, with the largest number of them that do."""
-    near = max((d for d in divisors(size) if d <= by), default=1)
-    fix = f"{axis} = {near}"
-    if "vocabulary" in what:
+def uneven(axis: str, by: int, what: str, size: int, near: int | None = None) -> PiperError:
+    """The refusal of a size that ranks do not divide. near: the number of them to name, else the largest that does."""
+    near = max((d for d in divisors(size) if d <= by), default=1) if near is None else near
+    message, fix, allowed = f"{axis} = {by} does not divide {what} = {size}", f"{axis} = {near}", f"divisors of {size}"
+    if _VOCABULARY in what:
         fix += f", or pad it: vocab_size = {-(-size // by) * by}"
-    message = f"{axis} = {by} does not divide {what} = {size}"
-    return job_error(f"parallel.{axis}", message, fix, f"divisors of {size}")
+    if what == _STRETCHES:
+        message, allowed = f"cp = {by // 2} needs {by} {what}, and seq_len = {size}", f"a seq_len divisible by {by}"
+    return job_error(f"parallel.{axis}", message, fix, allowed)

@@ -78,6 +78,29 @@ def test_the_fix_for_too_few_nodes_is_one_that_works() -> None:
     assert resolve(job(parallel={"pp": 3}, cluster={"nodes": nodes}), 8).parallel.dp == 8
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel", "gpus", "fix"),
+    [
+        ({"vocab_size": 32001}, {"tp": 3}, 6, "tp = 1"),  # a divisor of it, and of no heads
+        ({"vocab_size": 96, "num_attention_heads": 9, "num_key_value_heads": 9}, {"tp": 8}, 8, "tp = 1"),  # not 3
+        ({"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 258}, {"tp": 4}, 4, "tp = 2"),
+        ({"seq_len": 12}, {"cp": 4}, 4, "cp = 2"),  # 3 of 4 GPUs
+        ({"seq_len": 12}, {"cp": 4}, None, "cp = 3"),
+        ({"config": "tiny-moe", "num_experts": 6}, {"ep": 4}, 4, "ep = 2"),
+        ({"config": "tiny-moe", "num_experts": 6}, {"ep": 4, "dp": 12}, None, "ep = 3"),
+    ],
+)
+def test_the_fix_for_ranks_that_do_not_divide_is_one_that_works(
+    model: dict[str, Any], parallel: dict[str, Any], gpus: int | None, fix: str
+) -> None:
+    model = {"config": "tiny-llama", "seq_len": 144, "hidden_size": 72, "head_dim": 8, "intermediate_size": 96} | model
+    cluster = {"nodes": 1, "gpus_per_node": gpus} if gpus else {}
+    error = refused(model=model, parallel=parallel, cluster=cluster)
+    axis, _, value = (error.suggestion or "").partition(",")[0].partition(" = ")
+    assert (error.key, f"{axis} = {value}") == (f"parallel.{axis}", fix)
+    prepare(job(model=model, parallel=parallel | {axis: int(value)}, cluster=cluster))
+
+
 def test_16384_gpus_are_few() -> None:
     sizes = {"tp": 8, "pp": 16, "dp": 128}
     plan = prepare(job(model={"config": "llama3-405b"}, parallel=sizes, schedule={"microbatches": 64})).plan()
