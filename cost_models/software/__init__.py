@@ -17,9 +17,10 @@ from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import FileErrors, read_json, typed
 from ir.workload.setting import KernelStyle, TokenLossKind
 
-__all__ = ["MOST", "FrameworkCosts", "frameworks", "load_software"]
+__all__ = ["GENERIC", "MOST", "FrameworkCosts", "frameworks", "load_software"]
 
 MOST = 8
+GENERIC = "generic"  # no framework: fused kernels, launched ahead; as `software` left out
 FORM = FileErrors("a software file", ErrorKind.JOB, "costs.software", 10**6, "a framework's name, or a path")
 _HERE = Path(__file__).parent
 Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
@@ -102,7 +103,7 @@ def load_software(name: str | None) -> FrameworkCosts:
     allowed: a path to a .json file, deepspeed, llm-foundry, ...
     fix: megatron
     """
-    if name is None:
+    if name is None or name == GENERIC:
         return FrameworkCosts()
     if name.endswith(".json"):
         return read(Path(name))
@@ -111,8 +112,8 @@ def load_software(name: str | None) -> FrameworkCosts:
             ErrorKind.JOB,
             f"unknown framework {name!r}",
             key="costs.software",
-            allowed=["a path to a .json file", *frameworks()],
-            suggestion=nearest(name, frameworks()),
+            allowed=["a path to a .json file", *frameworks(), GENERIC],
+            suggestion=nearest(name, (*frameworks(), GENERIC)),
         )
     return read(_HERE / f"{name}.json")
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from cost_models import DeviceHardware, LinkFabric, load_hardware, message_seconds, work_seconds
 from cost_models.hardware import presets
 from cost_models.hardware.schema import check_consistent
-from cost_models.software import frameworks, load_software
+from cost_models.software import GENERIC, frameworks, load_software
 from cost_models.software.dispatcher import dispatchers
 from ir.core.errors import PiperError
 from ir.core.files import named_path
@@ -34,7 +34,7 @@ from piper_sim.pricing.measured import profile_of
 def hardware_of(job: Job) -> DeviceHardware:
     """The hardware file of `[cluster]` with its inline overrides; `[costs]`' software, dispatcher, deterministic."""
     gpu = job.cluster.gpu
-    software = job.costs.software and named_path(job.file, job.costs.software, frameworks())
+    software = job.costs.software and named_path(job.file, job.costs.software, (*frameworks(), GENERIC))
     try:
         hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides, own_keys(JobCluster))
         fixed = job.costs.deterministic

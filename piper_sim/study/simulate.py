@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cost_models.hardware import presets
+from cost_models.software import GENERIC
 from ir.core.work import DType
 from ir.graph.sync import buckets
 from ir.job import Job
@@ -23,7 +24,6 @@ from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.sure import WAITS, PredictionTraits, fits_probability, interval
 
 MESSAGES = ("side by side", "any order")  # of a rank's communicators: what a plan counts on in order to finish
-GENERIC = "generic"  # no framework named: fused kernels, launched ahead
 Object = dict[str, Any]  # as JSON has it
 
 
@@ -126,7 +126,8 @@ def traits(p: PlannedJob, times: StepBreakdown) -> PredictionTraits:
     host = sum(row["host"] for row in times.seconds) / len(times.seconds) / times.iteration_s
     given = job.costs.stage_times is not None
     moe = p.prepared.config.moe is not None
-    return PredictionTraits(p.hardware.name, job.costs.software or "", moe, given, host > WAITS)
+    software = "" if job.costs.software in (None, GENERIC) else str(job.costs.software)
+    return PredictionTraits(p.hardware.name, software, moe, given, host > WAITS)
 
 
 def memory_object(p: PlannedJob, like: PredictionTraits) -> Object:
