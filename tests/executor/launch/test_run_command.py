@@ -152,12 +152,6 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("sets", "flags", "kind", "words"),
     [
-        (
-            ["model.config=tiny-moe", "parallel.dp=2", "parallel.etp=2"],
-            ["-n", "4"],
-            "job",
-            "etp = 2 is planned and simulated, but not executed yet",
-        ),
         (['schedule.recompute=["operators"]', "run.compile=true"], [], "job", "operators inside of compiled code"),
         (["precision.compute=fp16"], [], "job", "fp16"),
         (['model.quantization_config={quant_method="fp8"}'], [], "model", "stored in fp8"),
