@@ -105,8 +105,10 @@ def test_a_forward_inside_a_backward_trains_as_one_process_does(sets: tuple[str,
 IDLE = "routing.kind=hot", "routing.strength=1e6", "routing.forced=true"
 
 
-def test_experts_and_ranks_without_a_token_train_too(tmp_path: Path) -> None:
-    sets = (*FOUR, "parallel.ep=4", "model.num_experts_per_tok=1", *IDLE, "model.seq_len=4")
+@pytest.mark.parametrize("etp", [1, 2])  # of 2: no rank that has columns of the others' experts gets a row
+def test_experts_and_ranks_without_a_token_train_too(etp: int, tmp_path: Path) -> None:
+    spread = (f"parallel.ep={4 // etp}", f"parallel.etp={etp}")
+    sets = (*FOUR, *spread, "model.num_experts_per_tok=1", *IDLE, "model.seq_len=4")
     prepared, plan = judged(tmp_path, *sets)
     counts = ForcedExperts.of(prepared, plan.graph).counts
     assert all((counts.tokens(layer).sum(0) > 0).sum() == 1 for layer in counts.layers)
