@@ -12,6 +12,7 @@ from ir.workload.part import PartLayout
 
 MOST = 2**31 - 1
 PARTS = ("norm", "up_projection", "activation", "scores", "mlp", "attention", "operators")
+BUCKET_MIB = 152.6  # of Megatron by default: 40 million parameters, whose gradients are fp32
 Size = Annotated[int, Meta(ge=1, le=MOST)]
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[float, Meta(gt=0)]

@@ -11,6 +11,7 @@ from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.job import Job
 from ir.job.load import job_from
+from ir.job.schema import BUCKET_MIB
 from ir.job.table import table_of, toml_value
 from ir.verify.deadlock import takes_turns
 from piper_sim.pricing.costs import given_times
@@ -98,6 +99,8 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         if job.parallel.layers != "balanced":
             yield "balanced layers", {"parallel.layers": "balanced"}
         yield "perfect split", {"costs.stage_times": _even(job, p)}
+    if _reduces_whole(p):
+        yield "reductions beside backward", {"parallel.bucket_MiB": BUCKET_MIB}
     if (copies := _copies(p)) > 1:
         yield "shards inside a node", {"parallel.dp_replicate": copies}
     o = job.optimizer
@@ -115,6 +118,13 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
             yield f"recompute {recompute}", {"schedule.recompute_layers": 0} if recompute == "none" else every
         elif recompute != job.schedule.recompute:
             yield f"recompute {recompute}", {"schedule.recompute": recompute}
+
+
+def _reduces_whole(p: Prediction) -> bool:
+    """Whether a stage's gradients are reduced together, behind its last backward, though they need not be."""
+    asked, sizes = p.prepared.job.parallel, p.prepared.mesh.sizes
+    whole = asked.bucket_MiB is None and asked.zero < 2 and p.prepared.job.schedule.directives is None
+    return whole and asked.overlap_grad_reduce and sizes["dp"] * sizes["cp"] > 1
 
 
 def _copies(p: Prediction) -> int:

@@ -13,6 +13,7 @@ from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming, resolve
 from ir.job.load import KEYS
 from ir.job.model import read_model
+from ir.job.schema import BUCKET_MIB
 from ir.schedules.registry import NAMES, canonical, default_chunks, legal_chunks, order_depends_on_times
 from ir.workload.config.spec import ModelConfig
 
@@ -21,7 +22,6 @@ LONG = 8192  # tokens of a sequence that one rank of cp holds, by default
 MOST_EP = 64
 WITHOUT_GAIN = ("gpipe", "looped-bfs")  # 1f1b takes no longer and keeps less
 CHEAP = ("norm", "up_projection", "activation")  # to recompute: no matrix product but latent attention's
-BUCKET_MIB = 152.6  # Megatron's 40 million parameters, whose gradients are fp32
 NODE = "one node"  # holds all shards: as many copies of them as nodes
 NO_LIMITS: Mapping[str, tuple[object, ...]] = {}
 

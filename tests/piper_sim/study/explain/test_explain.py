@@ -8,6 +8,7 @@ import pytest
 
 from ir.job import load_job
 from ir.job.load import job_from
+from ir.job.schema import BUCKET_MIB
 from ir.schedules.registry import NAMES
 from piper_sim.study.explain import StepExplanation, blame, chain, excess, explain, explained, explanation
 from piper_sim.study.explain.what_if import changed, settings
@@ -122,6 +123,27 @@ def test_shards_inside_a_node_are_asked_for_where_they_lie_across(parallel: dict
     job = job_from({"model": {"config": "tiny-llama", "seq_len": 256}, "cluster": cluster, "parallel": parallel})
     found = [w.changes for w in explain(job).what_ifs if w.name == "shards inside a node"]
     assert found == ([{"parallel.dp_replicate": asked}] if asked else [])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asked"),
+    [
+        ({"zero": 1, "dp": 4}, True),
+        ({"zero": 0, "dp": 1, "cp": 4}, True),
+        ({"zero": 1, "dp": 4, "bucket_MiB": 40}, False),
+        ({"zero": 1, "dp": 4, "overlap_grad_reduce": False}, False),
+        ({"zero": 3, "dp": 4}, False),
+        ({"zero": 1, "dp": 1}, False),
+    ],
+)
+def test_reductions_beside_backward_are_asked_for_where_they_wait(parallel: dict[str, Any], asked: bool) -> None:
+    model = {"config": "llama3-8b", "num_hidden_layers": 4, "seq_len": 2048}
+    table = {"model": model, "cluster": {"gpu": "h100-sxm"}, "parallel": parallel}
+    found = [w for w in explain(job_from(table)).what_ifs if w.name == "reductions beside backward"]
+    assert len(found) == asked
+    for w in found:
+        again = predict(job_from({**table, "parallel": {**parallel, "bucket_MiB": BUCKET_MIB}}))
+        assert w.iteration_s == again.iteration_s and w.gain_s > 0
 
 
 def test_some_recomputed_layers_are_held_against_none_and_all() -> None:

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from ir.job import Job, load_job
+from ir.job.schema import BUCKET_MIB
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.predict import predict
 from piper_sim.study.search import search
-from piper_sim.study.search.space import BUCKET_MIB, JobSpace
+from piper_sim.study.search.space import JobSpace
 
 
 @pytest.mark.parametrize(("pp", "left_out"), [([2, 4], True), ([1, 4], False)])
