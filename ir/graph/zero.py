@@ -41,15 +41,14 @@ def gathered(graph: Graph, found: tuple[Bucket, ...]) -> dict[int, list[Bucket]]
     return out
 
 
-def weights_of(graph: Graph, found: tuple[Bucket, ...]) -> Mapping[int, frozenset[str]]:
-    """The same by name, and the ZeRO-2 buckets whose gradients a node makes.
+def sharded_of(graph: Graph, found: tuple[Bucket, ...]) -> Mapping[int, frozenset[str]]:
+    """The buckets whose gathered weights (ZeRO-3) a compute node reads, or whose gradients (ZeRO-2) it makes, by name.
 
     An op holds nodes of equal ones only: so that it waits for no gather but its own, and so that a layer's gradients
     leave when they are whole, not with those of a whole stage.
     """
     out: dict[int, frozenset[str]] = defaultdict(frozenset)
-    out.update({i: frozenset(b.key for b in bs) for i, bs in gathered(graph, found).items()})
     for b in per_microbatch(found):
-        for i in part_nodes(graph, b, frozenset({Pass.W})) if b.replica.zero == 2 else ():
+        for i in part_nodes(graph, b, frozenset(Pass) if b.replica.zero == 3 else frozenset({Pass.W})):
             out[i] |= {b.key}
     return out

@@ -11,7 +11,7 @@ from ir.directives.rows import orders_from_rows
 from ir.graph.graph import Graph, check, illegal
 from ir.graph.per_step import with_sync
 from ir.graph.sync import buckets
-from ir.graph.zero import weights_of
+from ir.graph.zero import sharded_of
 from ir.lower.frees import node_buffers
 from ir.lower.global_comm_order import joint_order
 from ir.lower.per_step_ops import collective_ids, once_rows
@@ -42,7 +42,7 @@ def lower(graph: Graph, policy: PlanPolicy | None = None, header: Mapping[str, s
     found = buckets(graph)
     full = with_sync(graph, policy.clip, found)
     check(full)
-    draft = stamp(full, policy, _orders(graph), weights_of(full, found))
+    draft = stamp(full, policy, _orders(graph), sharded_of(full, found))
     edges = transfers(draft)
     _after_producers(draft)
     once_rows(draft)

@@ -126,11 +126,11 @@ def stage_homes(graph: Graph, cls: IntArray) -> dict[tuple[int, int], int]:
 
 
 def stamp(
-    graph: Graph, policy: PlanPolicy, orders: dict[int, Order], weights: Mapping[int, frozenset[str]]
+    graph: Graph, policy: PlanPolicy, orders: dict[int, Order], sharded: Mapping[int, frozenset[str]]
 ) -> PlanBuilder:
     """Base rows: every unit of every order replaced by its template."""
     cls = classes(graph)
-    templates = PlanTemplates(graph, policy, stage_homes(graph, cls), weights)
+    templates = PlanTemplates(graph, policy, stage_homes(graph, cls), sharded)
     parts = [_program(p, orders[p], cls, templates) for p in sorted(orders)]
     column = [np.concatenate(c) for c in zip(*parts, strict=True)]
     start = np.concatenate([[0], np.cumsum([len(p[0]) for p in parts])]).astype(np.int64)

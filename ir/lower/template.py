@@ -15,7 +15,7 @@ Members = tuple[tuple[int, int], ...]  # (stage, token)
 TemplateRow = tuple[int, int, int]  # shape, member of mb, member of mb2 (-1: none)
 Homes = Mapping[tuple[int, int], int]  # (stage, microbatch class) -> program
 TAIL = (PerStepOp.NORM, PerStepOp.UPDATE, PerStepOp.GATHER)  # behind all reductions
-Weights = Mapping[int, frozenset[str]]  # node -> the gathered buckets it reads
+Sharded = Mapping[int, frozenset[str]]  # node -> the buckets it reads gathered, or whose gradients it makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class PlanTemplateKey:
 class PlanTemplates:
     """Builds templates and the shapes they share. `home[stage][class]` is the program of a stage's microbatch class."""
 
-    def __init__(self, graph: Graph, policy: PlanPolicy, home: Homes, weights: Weights) -> None:
-        self.graph, self.policy, self.home, self.weights = graph, policy, home, weights
+    def __init__(self, graph: Graph, policy: PlanPolicy, home: Homes, sharded: Sharded) -> None:
+        self.graph, self.policy, self.home, self.sharded = graph, policy, home, sharded
         self.sequences = PassSequences(graph)
         self.shapes: list[OpShape] = []
         self._shape_at: dict[tuple[str, str, int], int] = {}
@@ -117,9 +117,9 @@ class PlanTemplates:
             return False
         if b.kind is Pass.W and a.kind is Pass.I and a.part != b.part:  # a W that was put off is an op of its own
             return False
-        weights = self.weights.get(node)  # none: it may run with any; else only with its own
-        return weights is None or (
-            all(weights == self.weights.get(n, weights) for n, _ in run) and any(n in self.weights for n, _ in run)
+        mine = self.sharded.get(node)  # none: it may run with any; else only with its own
+        return mine is None or (
+            all(mine == self.sharded.get(n, mine) for n, _ in run) and any(n in self.sharded for n, _ in run)
         )
 
     def _compute(self, key: PlanTemplateKey, run: list[Item], fused: bool) -> TemplateRow:
