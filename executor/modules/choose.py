@@ -1,6 +1,6 @@
 """Which model a job runs: the reference decoder of its config, or the user's module its graph was captured from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.work import DType
 from ir.graph.classes import recomputed as again
+from ir.graph.graph import PlacedPart
 from ir.job import Job
 from ir.job.build import PreparedJob, precision_of
 from ir.job.recompute import recompute_options
@@ -121,9 +122,7 @@ def _users(
         values=weights_of(job),
     )
     model.refuse_training()
-    graph = {p.name: p.shape for e in entries for p in e.part.params}
-    if model.chunks != tuple(parts) or model.shapes != graph:
-        raise _another(job.model.graph or "", reference, model, tuple(parts), graph)
+    _refuse_another(job.model.graph or "", reference, model, entries)
     if region is None:  # once, before any rank starts
         model.check_values()
         model.refuse_impure(job.schedule.microbatch_size, job.model.seq_len)
@@ -136,12 +135,26 @@ def _users(
     return model
 
 
-def _another(
-    file: str, reference: str, model: UserModel, chunks: tuple[str, ...], graph: dict[str, tuple[int, ...]]
-) -> PiperError:
-    """The first difference between a module and the file captured from it."""
-    mine: dict[str, object] = {c: "a chunk" for c in model.chunks} | dict(model.shapes)
-    theirs: dict[str, object] = {c: "a chunk" for c in chunks} | dict(graph)
+def _refuse_another(file: str, reference: str, model: UserModel, entries: Sequence[PlacedPart]) -> None:
+    """Raise PiperError (model) where a module is not the one that `file` was captured from, naming the first difference.
+
+    How tp divides it is compared, too: a plan's norm counts what each rank holds, and another tp_plan, or another
+    version of the module's package, has each rank hold something else.
+    """
+    params = [p for e in entries for p in e.part.params]
+    tp = {p.name: dim for p in params for axis, dim in zip(p.sharded, p.dims, strict=True) if axis == "tp"}
+    held = {p.name: _held(p.shape, tp.get(p.name), p.by_heads) for p in params}
+    has = {n: _held(shape, model.dims.get(n), n in model.partly) for n, shape in model.shapes.items()}
+    chunks = tuple(dict.fromkeys(e.chunk.name for e in entries))
+    if model.chunks == chunks and has == held:
+        return
+    mine, theirs = dict.fromkeys(model.chunks, "a chunk") | has, dict.fromkeys(chunks, "a chunk") | held
     name = next((n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)), "their order")
     message = f"{reference} has {name}: {mine.get(name)}, but {file} has {theirs.get(name)}"
-    return model_error(message, "capture the module again", key="model.graph")
+    raise model_error(message, "capture the module again", key="model.graph")
+
+
+def _held(shape: tuple[int, ...], cut: int | None, partly: bool) -> str:
+    """What a rank has of a parameter, in words."""
+    divided = "" if cut is None else f", divided over tp along dim {cut}"
+    return f"{shape}{divided}{', its gradient a sum over tp' if partly else ''}"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.frontend.capture import capture, text
+from executor.modules.choose import model_of
 from executor.modules.user.divided import ModelShard
 from executor.modules.user.model import UserModel
 from executor.parallel.inline import MessageAxis, RankRegion
@@ -270,6 +271,20 @@ def test_what_cuts_heads_instead_of_dealing_them_out_is_refused(name: str) -> No
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_reads_other_dims_is_not(name: str) -> None:
     assert _between(BESIDE[name], 2).chunks == ("embed", "l0", "l1")
+
+
+def test_a_file_of_another_division_is_refused(tmp_path: Path) -> None:
+    """Shapes and values are the same, and losses: norms were not, as a plan counts what each rank has once."""
+    (tmp_path / "net.py").write_text(f"from {__name__} import Net\n")
+    given = dict(batch=(1, 2), dtype=DType.FP32, tags={"PP": "layers.*"}, tp=2)
+    first = {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
+    for name, plan in {"all": PLAN, "first": first}.items():
+        (tmp_path / f"{name}.json").write_text(text(capture(Net(), **given, tp_plan=plan)))  # type: ignore[arg-type]
+    model = {"module": f"{tmp_path}/net.py:Net", "tags": {"PP": "layers.*"}, "seq_len": 2, "tp_plan": first}
+    job = {"model": model, "precision": {"compute": "fp32"}, "parallel": {"tp": 2}}
+    model_of(prepare(load_job(job, [f"model.graph={tmp_path}/first.json"])))
+    with pytest.raises(PiperError, match=r"layers\.1\.scale: \(\), but .*all\.json has \(\), its gradient a sum"):
+        model_of(prepare(load_job(job, [f"model.graph={tmp_path}/all.json"])))
 
 
 def test_its_messages_are_predicted(tmp_path: Path) -> None:
