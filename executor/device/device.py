@@ -167,6 +167,13 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def release(device: torch.device) -> None:
+    """Give back what torch keeps of a GPU for tensors to come, and cuBLAS's workspaces, one for each stream it saw."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
 def repeatable() -> None:
     """Kernels that give the same bits every time, or refuse to run: whatever the plan, sums have one order.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.checkpoint.settings import settled
-from executor.device.device import made_on, make_default
+from executor.device.device import made_on, make_default, release
 from executor.launch.step_log import loss_of, norm_of_ranks
 from executor.launch.torchrun import TorchrunRank, joined, rank_context
 from executor.modules.base import TokenLoss
@@ -146,8 +146,10 @@ class PlanRuntime:
         self._lookout.part()
         self._scratch.cleanup()
         atexit.unregister(self._left)
+        device = self._rank.device.torch
         del self._rank
         gc.collect()  # what refers to one another in it would keep a device's memory till Python has reason to look
+        release(device)
 
     def _left(self) -> None:
         """The process ends, and nobody has closed: well, so close; or of an error, of which Python has told already."""

@@ -21,10 +21,10 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.work import DType
 from ir.graph.classes import recomputed as again
-from ir.graph.graph import PlacedPart
 from ir.job import Job
 from ir.job.build import PreparedJob, precision_of
 from ir.job.recompute import recompute_options
+from ir.workload.part import PlacedPart
 
 
 def model_of(
@@ -136,7 +136,7 @@ def _users(
 
 
 def _refuse_another(file: str, reference: str, model: UserModel, entries: Sequence[PlacedPart]) -> None:
-    """Raise PiperError (model) where a module is not the one that `file` was captured from, naming the first difference.
+    """Raise PiperError (model) where a module is not what `file` was captured from, with the first difference.
 
     How tp divides it is compared, too: a plan's norm counts what each rank holds, and another tp_plan, or another
     version of the module's package, has each rank hold something else.

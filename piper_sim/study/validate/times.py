@@ -55,13 +55,14 @@ class TraceTimes:
 def alone(s: EngineScenario, t: TraceTimes) -> FloatArray:
     """[step, op] seconds of every op by itself, as a simulator is given them: once all that it waits for is there.
 
-    A compute op counts from when the host had come to it and all it waits for had ended. A transfer, on its send, from
-    when both ends had come to it until the receiver saw its end; a collective, on each member, from the last to come
-    until the last to see its end.
+    A compute op counts from when the host had come to it, and all it waits for and the op before it on its stream had
+    ended: a host that runs ahead of its device comes to it long before. A transfer, on its send, from when both ends
+    had come to it until the receiver saw its end; a collective, on each member, from the last to come until the last to
+    see its end.
     """
     plan, out = s.plan, t.end - t.start
     compute = np.flatnonzero(plan.kind == OpKind.COMPUTE)
-    ready = t.post.copy()
+    ready = _free(plan, compute, t)
     np.maximum.at(ready.T, plan.waits.rows(), t.end.T[plan.waits.items])
     np.maximum.at(ready[1:].T, s.late, t.end[:-1].T[s.before])
     ready[0, s.late] = np.inf  # what it waited for is not known
@@ -78,6 +79,17 @@ def alone(s: EngineScenario, t: TraceTimes) -> FloatArray:
     np.maximum.at(seen, meeting, t.end.T[members])
     out[:, members] = (seen[meeting] - last[meeting]).T
     return np.maximum(out, 0.0)
+
+
+def _free(plan: Plan, compute: IntArray, t: TraceTimes) -> FloatArray:
+    """[step, op] when the host had come to an op and, of those that compute, its stream to the op before."""
+    ready = t.post.copy()
+    before, after = compute[:-1], compute[1:]
+    same = plan.stream[before] == plan.stream[after]
+    np.maximum.at(ready.T, after[same], t.end.T[before[same]])
+    first, last = compute[np.append(True, ~same)], compute[np.append(~same, True)]
+    np.maximum.at(ready[1:].T, first, t.end[:-1].T[last])
+    return ready
 
 
 def dispatch(s: EngineScenario, t: TraceTimes) -> FloatArray:

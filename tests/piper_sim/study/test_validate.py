@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_models.compute.host import HostCosts
 from cost_models.profile.profile import plan_keys
 from ir.job import load_job
 from ir.plan.plan import OpKind
@@ -14,7 +15,7 @@ from ir.plan.text import plan_digest
 from ir.schedules.registry import NAMES
 from piper_sim.engine import EngineScenario, play
 from piper_sim.pricing.costs import CostModel
-from piper_sim.pricing.hosts import inline
+from piper_sim.pricing.hosts import ahead, inline
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.validate.calibrating import elsewhere
 from piper_sim.study.validate.samples import link_keys
@@ -53,6 +54,21 @@ def test_what_ops_took_by_themselves_is_read_off_a_run(case: dict[str, object], 
     first = np.isin(np.arange(len(plan)), plan.bounds[:-1])
     after = np.concatenate([[True], plain[:-1]])
     assert (host[:, after & ~first] == host_s).all()
+
+
+@HEAVY
+@given(LAYERS, st.integers(0, 99), st.sampled_from([0.25, 64.0]))
+def test_what_a_device_took_is_read_off_a_run_whose_host_is_ahead_of_it(
+    case: dict[str, object], seed: int, launch_s: float
+) -> None:
+    plan = layers(**case)  # type: ignore[arg-type]
+    given_s = durations(plan, seed)
+    scenario = EngineScenario.of(plan, host=ahead(plan, HostCosts(launch_s, launch_s, window=1 << 20)))
+    run = play(scenario, given_s, 3)
+    assert run.post is not None
+    mine = plan.kind == OpKind.COMPUTE
+    took = alone(scenario, TraceTimes(run.post, run.start, run.end))[1:, mine]
+    assert np.array_equal(took, np.broadcast_to(given_s[mine], took.shape))
 
 
 @pytest.mark.parametrize(
