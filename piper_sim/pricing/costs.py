@@ -32,6 +32,7 @@ from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
 from piper_sim.folding.uses import CollectiveUse, joined, shape_axes, uses
+from piper_sim.pricing.copies import copy_seconds
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
 from piper_sim.pricing.structure import (
     computed,
@@ -112,6 +113,8 @@ class CostModel:
         said = job.costs.tp_overlap
         self.tp_overlap = hardware.software.tp_overlap if said is None else said
         self.measured = MeasuredCosts.of(prepared, profile) or MODELLED
+        self.formats = p.compute, p.reduce
+        self.copies = self.hardware.software.copies > 0 and self.measured is MODELLED and job.costs.stage_times is None
         self._kernels: dict[Kernel, float] = {}
         self._messages: dict[tuple[Message, RankSpread, bool], ProfileCost] = {}
         self._collectives: dict[tuple[Message, tuple[int, ...], RankSlot, bool], float] = {}
@@ -143,7 +146,13 @@ class CostModel:
             seconds = np.array([self._transfer(m) for m in messages])[carried]
             near = self.ground.node[program[ops]] == self.ground.node[[plan.shapes[s].peer for s in shape[ops]]]
             duration[:, ops] = np.where(near[:, first].T, seconds[:, 0], seconds[:, 1])
-        return duration.take(at, axis=1).ravel(), shares.take(at, axis=1).reshape(-1, len(CostShare))
+        duration, shares = duration.take(at, axis=1), shares.take(at, axis=1)
+        if self.copies:
+            own = self._speed(self.ground.speed, program[at], None if classes is None else first)
+            copying = quantised(copy_seconds(plan, self.hardware, *self.formats) / own)
+            duration += copying
+            shares[..., CostShare.COMPUTE] += copying
+        return duration.ravel(), shares.reshape(-1, len(CostShare))
 
     def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
         """(tables of seconds of every shape, which one holds for [class, program]): one where all groups lie alike."""

@@ -1,0 +1,87 @@
+"""What FSDP2 copies beside its messages: each gather's bytes out of one buffer, each reduction's into one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cost_models.software import load_software
+from ir.core.order import FloatArray
+from ir.job import load_job
+from ir.plan.plan import OpKind, Plan
+from ir.plan.text import plan_digest
+from piper_sim.study.predict import predict
+
+JOB = {
+    "model": {"config": "llama3-8b", "num_hidden_layers": 4, "seq_len": 1024},
+    "cluster": {"gpu": "h100-sxm"},
+    "parallel": {"dp": 4},
+    "schedule": {"name": "1f1b", "microbatches": 2},
+    "precision": {"params": "fp32", "gather": "bf16", "reduce": "fp32"},
+}
+LAYER = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336 + 2 * 4096  # weights of one
+ENDS = 128256 * 4096  # of the vocabulary table, and of the head, whose norm is a unit of its own
+HBM = 3352e9 * 0.82
+RAMP = 1 << 20
+
+
+@pytest.fixture
+def without(tmp_path: Path) -> Path:
+    """torchtitan's file, with nothing copied."""
+    said = load_software("torchtitan")
+    assert said.copies == 0.9 and said.cast_copies == 0.5
+    file = tmp_path / "none.json"
+    constants = {"portable_attention": True, "traffic": 1.82, "eager": True}
+    file.write_text(json.dumps({**constants, "sources": dict.fromkeys(constants, "-")}))
+    return file
+
+
+def _added(none: Path, *sets: str) -> tuple[Plan, FloatArray, float]:
+    """(plan, [op] seconds that copies add, what they add to the step)."""
+    runs = [predict(load_job(JOB, [*sets, f"costs.software={s}"])) for s in ("torchtitan", none)]
+    assert plan_digest(runs[0].plan) == plan_digest(runs[1].plan)
+    durations = [r.costs.duration.reshape(-1, len(runs[0].plan))[0] for r in runs]
+    return runs[0].plan, durations[0] - durations[1], runs[0].iteration_s - runs[1].iteration_s
+
+
+def _moved(nbytes: float, rate: float) -> float:
+    return (nbytes + RAMP) / HBM / rate
+
+
+def test_a_layer_is_copied_out_of_each_gather_and_its_gradients_into_each_reduction(without: Path) -> None:
+    plan, added, step_s = _added(without, "parallel.zero=3")
+    named = {plan.text(i): float(added[i]) for i in range(len(plan)) if added[i]}
+    out, into = _moved(2 * 2 * LAYER, 0.9), _moved((2 + 4) * LAYER, 0.5)
+    for mb in range(2):
+        assert named[f"0F{mb}/l1.attn..l1.mlp"] == pytest.approx(out, rel=1e-6)
+        assert named[f"0B{mb}/l1.mlp..l1.attn"] == pytest.approx(out + into, rel=1e-6)
+        assert named[f"0B{mb}/l3.mlp..l3.attn"] == pytest.approx(into, rel=1e-6), "it is gathered still"
+    assert (added[plan.kind != OpKind.COMPUTE] == 0).all()
+    assert step_s >= 2 * 3 * (2 * out + into) - 2 * out, "nothing hides a kernel"
+
+
+@pytest.mark.parametrize(("zero", "reductions", "gathers"), [(0, 0, 0), (1, 1, 1), (2, 2, 1)])
+def test_each_byte_that_travels_is_copied_once(zero: int, reductions: int, gathers: int, without: Path) -> None:
+    """Of weights that stay, once per step; of gradients, once per step or per microbatch."""
+    sets = (f"parallel.zero={zero}", "parallel.bucket_MiB=1000000")
+    _, added, _ = _added(without, *sets)
+    whole = 4 * LAYER + 2 * ENDS + 4096
+    into, out = 6 * whole / HBM / 0.5, 4 * whole / HBM / 0.9
+    assert added.sum() == pytest.approx(reductions * into + gathers * out, rel=0.01)
+
+
+def test_casts_are_told_from_copies(without: Path) -> None:
+    _, added, _ = _added(without, "parallel.zero=2", "precision.reduce=bf16", "parallel.bucket_MiB=1000000")
+    assert added.sum() == pytest.approx(3 * 4 * (4 * LAYER + 2 * ENDS) / HBM / 0.9, rel=0.01)
+
+
+def test_a_slow_rank_copies_slowly(without: Path) -> None:
+    _, added, _ = _added(without, "parallel.zero=3")
+    _, slowly, _ = _added(without, "parallel.zero=3", "cluster.speed={0=0.5,1=0.5,2=0.5,3=0.5}")
+    assert slowly == pytest.approx(2 * added, rel=1e-6)
+
+
+def test_seconds_that_are_given_hold_all(without: Path) -> None:
+    times = "costs.stage_times={F=0.01,I=0.01,W=0.01}"
+    _, added, step_s = _added(without, "parallel.zero=3", times)
+    assert not added.any() and step_s == 0.0
