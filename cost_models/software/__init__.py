@@ -46,7 +46,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     input, gathered again, beside the input's. gather_on_demand: ZeRO-3 gathers weights where they are needed, whatever
     `parallel.prefetch` says. zero3_network: share of the network's rate that such gathers, and the reductions beside
     them, get. copies: rate, over that of elementwise kernels, at which gathered weights are copied out of one buffer,
-    and gradients into another; cast_copies: where these change their format there; 0: nothing is copied. fp8_recipe:
+    and gradients into another (where these change their format, at that of casts); 0: nothing is copied. fp8_recipe:
     goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors: see
     `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is from.
     """
@@ -70,7 +70,6 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     gather_on_demand: bool = False
     zero3_network: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 1.0
     copies: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    cast_copies: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     fp8_recipe: Fp8Recipe | None = None
     loss_vectors: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     loss: Literal["parallel", "plain", "torch", "fused"] | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.one_gpu import kernels, steps
+from experiments.one_gpu import kernels, steps, sustained
 from experiments.one_gpu.timer import Deadline, MeasuredTable, host_us
 
 
@@ -32,6 +32,7 @@ def host(out: Path, until: Deadline) -> None:
 PARTS: Mapping[str, Callable[[Path, Deadline], None]] = {
     "kernels": kernels.measure,
     "host": host,
+    "sustained": sustained.measure,
     "steps": steps.measure,
 }
 

@@ -28,8 +28,7 @@ def _seconds(message: Message, hw: DeviceHardware, made: DType, reduced: DType) 
     gathers = message.kind is MessageKind.ALL_GATHER
     casts = not gathers and made is not reduced
     read = message.bytes if gathers else message.bytes * made.bytes // reduced.bytes
-    rate = hw.software.cast_copies if casts else hw.software.copies
-    return memory_seconds(read + message.bytes, hw) / rate if rate else 0.0
+    return memory_seconds(read + message.bytes, hw) / (hw.cast_efficiency if casts else hw.software.copies)
 
 
 @once_per_plan

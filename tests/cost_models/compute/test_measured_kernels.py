@@ -8,7 +8,7 @@ from msgspec import structs
 from cost_models import kernel_seconds, load_hardware
 from cost_models.compute.optimizer import OptimizerPrecision, clip, grad_norm, update
 from cost_models.compute.roofline import work_seconds
-from cost_models.software import FrameworkCosts
+from cost_models.software import FrameworkCosts, load_software
 from experiments.kernels import GPUS, errors, gemm, main, seconds
 from experiments.published.rows import DATA, lines
 from ir.core.work import DType, Kernel, KernelKind
@@ -141,3 +141,38 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, capsys, monkeypatch):
 def test_the_table_prints(capsys):
     assert main([]) == 0
     assert "gemm       h200  bf16                          60 median" in capsys.readouterr().out
+
+
+def test_a_long_run_gets_what_training_is_given_of_a_burst():
+    """Products and attention at the power limit for seconds: nothing was fitted to them."""
+    rows = lines(DATA / "kernels" / "sustained.csv")
+    off = {(x["op"], x["gpu"], x["dtype"], x["shape"]): _kept(x) / float(x["sustained_TFLOPs"]) - 1 for x in rows}
+    assert len(off) == 9 and max(map(abs, off.values())) < 0.11
+    assert median(abs(e) for (op, *_), e in off.items() if op == "gemm") < 0.03
+    bursts = [_kept(x) / float(x["burst_TFLOPs"]) - 1 for x in rows if x["op"] == "gemm"]
+    assert max(bursts) < -0.12, "and none of a burst's rate"
+
+
+def _kept(row: dict[str, str]) -> float:
+    """TFLOPs of a kernel in training."""
+    shape = tuple(int(n) for n in row["shape"].split("x"))
+    if row["op"] == "gemm":
+        m, n, k = shape
+        dtype, flops = DType(row["dtype"]), 2 * m * n * k
+        kernel = Kernel(KernelKind.GEMM, flops, (m * k + k * n) * dtype.bytes + 2 * m * n, dtype, shape, "product")
+    else:
+        _, heads, q, kv, qk, v = shape
+        flops = heads * q * kv * (qk + v) * (5 if row["op"] == "sdpa_backward" else 2) // 2
+        label = row["op"].replace("sdpa", "attention")
+        kernel = Kernel(KernelKind.ATTENTION, flops, 0, DType.BF16, shape, label)
+    return flops / kernel_seconds(kernel, load_hardware(GPUS[row["gpu"]]).in_training()) / 1e12
+
+
+def test_what_fsdp2_copies_takes_what_was_measured():
+    said, hw = load_software("torchtitan"), load_hardware("h200-sxm")
+    rows = lines(DATA / "kernels" / "fsdp_copies.csv")
+    assert len(rows) == 4
+    for x in rows:
+        rate = said.copies if x["read_dtype"] == x["write_dtype"] else hw.cast_efficiency
+        predicted = float(x["bytes"]) / (hw.hbm_bytes_per_s * hw.memory_efficiency) / rate
+        assert 1e6 * predicted == pytest.approx(float(x["us"]), rel=0.05)
