@@ -97,12 +97,14 @@ class RankForkServer(RankServerLines):
         self.owner, self._asked = os.getpid(), False
         ours, theirs = socket.socketpair()
         super().__init__(ours)
-        # Isolated (-I): neither the working directory nor PYTHONPATH comes before Python's own library. The collector
-        # is let in behind the imports, whose time it would make a third longer.
+        # Isolated (-I): neither the working directory nor PYTHONPATH comes before Python's own library. Behind that all is
+        # where this process looks, in its order: what is found in two places is the same one. The collector is let in
+        # behind the imports, whose time it would make a third longer.
         code = (
-            "import gc, sys; gc.disable(); "
-            f"sys.path[:0] = [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
-            f"sys.path += [p for p in {search_path()!r} if p not in sys.path]; "
+            "import gc, os, sys; gc.disable(); own = os.path.dirname(os.__file__); "
+            "mine = [p for p in sys.path if p == own or p.endswith(('.zip', 'lib-dynload'))]; "
+            f"theirs = {search_path()!r}; theirs[:0] = [] if {_ROOT!r} in theirs else [{_ROOT!r}]; "
+            "sys.path[:] = dict.fromkeys([*mine, *theirs, *sys.path]); "
             f"from executor.launch.forkserver import RankServer; RankServer({theirs.fileno()}).serve()"
         )
         self.process = subprocess.Popen(

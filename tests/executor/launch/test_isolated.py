@@ -13,7 +13,7 @@ from executor.launch.verdict import RankFailed
 from executor.runtime.given import given_text, read_given
 from executor.runtime.worker import RankContext
 from ir.plan.text import plan_digest, plan_text
-from tests.executor.launch.processes import COMMAND, python
+from tests.executor.launch.processes import COMMAND, ROOT, python
 from tests.executor.runs import job_file, judged
 from tests.ir.verify.edits import differences
 
@@ -45,6 +45,42 @@ def test_nor_does_a_rank_of_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 2 and "torchrun" in json.loads(done.stdout)["error"]["suggestion"], done.stderr
     assert not said.exists()
     assert python("-c", "import queue", cwd=tmp_path).returncode == 1 and said.exists(), "the control: they are traps"
+
+
+NET = """
+import iniconfig
+from torch import nn
+
+assert iniconfig.WHOSE == "mine"
+
+
+def build():
+    return Net()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(8, 4), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+def test_ranks_find_packages_where_the_command_does(tmp_path: Path) -> None:
+    """In one place of two: an installed package, and another of that name that PYTHONPATH puts before it."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "iniconfig.py").write_text("WHOSE = 'mine'")
+    (tmp_path / "net.py").write_text(NET)
+    model = '[model]\nmodule = "net.py:build"\ntags = { PP = "layers.*" }\nseq_len = 4\n[precision]\ncompute = "fp32"'
+    (tmp_path / "job.toml").write_text(model)
+    args = (*COMMAND, "run", "job.toml", "-n", "1", "--steps", "1", "--json")
+    done = python(*args, cwd=tmp_path, PYTHONPATH=f"{tmp_path / 'lib'}:{ROOT}")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _orphan(ctx: RankContext) -> None:
