@@ -177,10 +177,11 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     share /= _dropped_and_fixed(kernel, hw)
     share *= kv / (kv + a.ramp_tokens)
     # A part-filled tile costs a whole one, and fewer tiles than SMs leave SMs idle. Causal tiles differ in length, so a
-    # last wave is not rounded up.
+    # last wave is not rounded up: what it costs is some waves more, however many there are.
     per_head = math.ceil(q / _Q_TILE)
-    filled, busy = q / (per_head * _Q_TILE), min(1.0, batch * heads * per_head / sms)
-    return min(share, 1.0) * filled * busy * sms / hw.sms
+    waves = batch * heads * per_head / sms
+    busy = waves / (max(1.0, waves) + a.tail_waves * (1.0 - 1.0 / per_head))
+    return min(share, 1.0) * q / (per_head * _Q_TILE) * busy * sms / hw.sms
 
 
 def _dropped_and_fixed(kernel: Kernel, hw: DeviceHardware) -> float:

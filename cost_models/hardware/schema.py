@@ -83,13 +83,14 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
 
     forward_efficiency, backward_efficiency: share of peak at head dim 128 and a long sequence.
     ramp_tokens: KV length at which half of that is reached. head_exponent: efficiency ~ (head dim / 128) ** this, with
-    the mean of the query-key and the value dim, at most head_limit. portable: rate of a kernel written for any GPU
-    (FlashAttention 2) over that of one written for this one; 1 where that is the best there is. sustained: what
-    training leaves of the rates, where they were measured in short bursts. dropout: what drawing it leaves of them,
-    forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention pull request
-    2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the backward rate;
-    portable_fixed: the same of a portable kernel; null: as the other. fixed_dropout: of both rates before dropout,
-    where no usual kernel can do both and another one runs.
+    the mean of the query-key and the value dim, at most head_limit. tail_waves: what a kernel takes longer than if all
+    SMs ended together (causal tiles of queries differ in length), in waves of one tile for each SM. portable: rate of a
+    kernel written for any GPU (FlashAttention 2) over that of one written for this one; 1 where that is the best there
+    is. sustained: what training leaves of the rates, where they were measured in short bursts. dropout: what drawing it
+    leaves of them, forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention
+    pull request 2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the
+    backward rate; portable_fixed: the same of a portable kernel; null: as the other. fixed_dropout: of both rates
+    before dropout, where no usual kernel can do both and another one runs.
     """
 
     forward_efficiency: Share
@@ -97,6 +98,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     ramp_tokens: NonNegative
     head_exponent: NonNegative
     head_limit: Positive = 192
+    tail_waves: NonNegative = 0.0
     portable: Share = 1.0
     sustained: Share = 1.0
     dropout: tuple[Share, Share] = (0.8, 0.65)

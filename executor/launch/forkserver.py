@@ -97,9 +97,9 @@ class RankForkServer(RankServerLines):
         self.owner, self._asked = os.getpid(), False
         ours, theirs = socket.socketpair()
         super().__init__(ours)
-        # Isolated (-I): neither the working directory nor PYTHONPATH comes before Python's own library. Behind that all is
-        # where this process looks, in its order: what is found in two places is the same one. The collector is let in
-        # behind the imports, whose time it would make a third longer.
+        # Isolated (-I): neither the working directory nor PYTHONPATH comes before Python's own library. Behind that is
+        # all where this process looks, in its order: what is found in two places is the same one. The collector is let
+        # in behind the imports, whose time it would make a third longer.
         code = (
             "import gc, os, sys; gc.disable(); own = os.path.dirname(os.__file__); "
             "mine = [p for p in sys.path if p == own or p.endswith(('.zip', 'lib-dynload'))]; "

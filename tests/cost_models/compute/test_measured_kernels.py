@@ -86,6 +86,26 @@ def test_the_attention_of_hopper_in_training_is_below_that_of_bursts():
         assert median(FOUND["sdpa", "h200", of]) > 0.0 and max(sizes(FOUND, "sdpa", "h200", of)) < most
 
 
+def test_few_tiles_of_queries_wait_for_the_longest():
+    """Of the 40 kinds of attention that we measured on Hopper, one was fitted to (512 tiles of 128 features)."""
+    of = [(gpu, f"{backend} {way}") for gpu in ("h100", "h200") for backend in ("flash", "cudnn")
+          for way in ("forward", "backward")]  # fmt: skip
+    assert median(abs(e) for gpu, name in of for e in FOUND["sdpa", gpu, name]) < 0.10
+    few = [x for x in lines(DATA / "kernels" / "sdpa_torch.csv") if x["heads"] == "8" and x["backend"] == "cudnn"]
+    assert len(few) == 4 and max(abs(_sdpa(x, {}) / float(x["ms"]) - 1) for x in few) < 0.15
+    control = {"attention": {"tail_waves": 0, "forward_efficiency": 0.62, "backward_efficiency": 0.48}}
+    assert max(_sdpa(x, control) / float(x["ms"]) - 1 for x in few) < -0.35
+
+
+def _sdpa(row: dict[str, str], over: dict[str, object]) -> float:
+    """Milliseconds of a row of sdpa_torch.csv, by its GPU's file."""
+    batch, heads, tokens, qk, v = (int(row[k]) for k in ("batch", "heads", "seq_len", "qk_dim", "v_dim"))
+    flops = batch * heads * tokens**2 * (qk + v) * (5 if row["pass"] == "backward" else 2) // 2
+    shape, label = (batch, heads, tokens, tokens, qk, v), f"attention_{row['pass']}"
+    kernel = Kernel(KernelKind.ATTENTION, flops, 0, DType.BF16, shape, label)
+    return 1e3 * kernel_seconds(kernel, load_hardware(GPUS[row["gpu"]], over))
+
+
 @pytest.mark.parametrize("gpu", ["a100", "h200", "gb200", "gb300"])
 def test_one_order_of_sums_costs_backward_what_was_measured(gpu):
     hardware = load_hardware(GPUS[gpu]).attention

@@ -73,7 +73,7 @@ def test_units_are_what_the_keys_say() -> None:
 
 def test_overrides_win_and_merge_tables() -> None:
     hw = load_hardware("h100-sxm", {"nic_Gbps": 100, "attention": {"ramp_tokens": 7}})
-    assert (hw.nic_Gbps, hw.attention.ramp_tokens, hw.attention.forward_efficiency) == (100, 7, 0.62)
+    assert (hw.nic_Gbps, hw.attention.ramp_tokens, hw.attention.forward_efficiency) == (100, 7, 0.645)
     assert load_hardware("h100-sxm").nic_Gbps == 400, "an override leaks into the preset"
 
 
