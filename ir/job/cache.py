@@ -36,6 +36,7 @@ class PlanStructure:
     mesh: object
     prefetch: int
     muon: MuonOptimizer | None
+    update: str
     strategy: tuple[object, ...]
     policy: PlanPolicy
 

@@ -9,6 +9,7 @@ from cost_models.profile.profile import CostSource, MeasuredCost, OpEntry, Profi
 from cost_models.profile.shapes import op_shapes
 from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
+from ir.graph.graph import PerStepOp
 from ir.job.build import PreparedJob
 from ir.job.load import job_from
 from ir.plan.plan import OpKind
@@ -84,6 +85,17 @@ def test_messages_inside_an_op_come_on_top_where_it_was_measured_alone() -> None
     assert inside > 0 and sum(alone.node_shares(node)) == pytest.approx(1e-3 + inside)
     rows = {r.name for r in sources(plan, alone).rows}
     assert any(name.startswith(("all_gather 2@1", "all_reduce 2@1")) for name in rows)
+
+
+@pytest.mark.parametrize("change", ['optimizer.name="sgd"', "optimizer.clip_norm=0.0", "optimizer.offload=0.5"])
+def test_an_update_that_does_something_else_was_not_measured(change: str) -> None:
+    """Of as many elements: SGD reads no moments, and what the host updates goes over PCIe and back."""
+    here, there = prepared_of(), prepared_of(change, "cluster.host_GBps=40")
+    update = next(n for n in there.plan().graph.nodes if n.kind is PerStepOp.UPDATE)
+    model = model_of(there, everything(here, 1e-3))
+    assert model.measured.node(update) is None
+    assert sum(model.node_shares(update)) == pytest.approx(sum(CostModel(there, model.hardware).node_shares(update)))
+    assert model_of(here, everything(here, 1e-3)).measured.node(update) is not None
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
