@@ -227,8 +227,12 @@ def _names(label: str, groups: list[Params]) -> list[str]:
 
 
 def _cut(element: int, pool: _Pool, params: Params) -> list[Params]:
-    """One pool's parameters as groups of at most the asked size, of so many bytes an element."""
-    limit = pool.replica.bucket_bytes if pool.replica else None
+    """One pool's parameters as groups of at most the asked size, of so many bytes an element.
+
+    Matrices that one rank each has whole stay together: a group of fewer than there are ranks would be mostly padding.
+    """
+    whole = pool.matrix and pool.replica is not None and pool.replica.zero > 0
+    limit = pool.replica.bucket_bytes if pool.replica and not whole else None
     groups: list[Params] = [[]]
     filled = 0
     for k, n, name in params:

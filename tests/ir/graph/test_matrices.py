@@ -83,6 +83,19 @@ def test_no_share_cuts_a_matrix_and_all_are_dealt_out() -> None:
         assert slowest >= sum(flops(m, MuonOptimizer()) for m in b.matrices) / b.ranks
 
 
+def test_matrices_dealt_out_are_not_cut_into_buckets_of_padding() -> None:
+    """Fewer matrices than replicas in a bucket would leave most shares empty; all of a stage are spread evenly."""
+    many = {"pp": 1, "dp": 4}
+    for zero, groups in ((1, {1}), (0, set(range(2, 99)))):
+        found = [b for b in buckets(prepared(zero=zero, bucket_MiB=0.01, **many).graph()) if b.matrices]
+        assert len(found) in groups
+        if zero:
+            numel, largest = sum(b.numel for b in found), max(m.numel for b in found for m in b.matrices)
+            assert sum(b.shard * b.ranks for b in found) <= numel + 4 * largest
+    plain = prepared(zero=1, bucket_MiB=0.01, **many)
+    assert len(buckets(prepare(replace(plain.job, optimizer=JobOptimizer())).graph())) > 2, "all else is cut"
+
+
 @pytest.mark.parametrize(("zero", "tp"), [(0, 1), (1, 1), (0, 2)])
 def test_an_update_orthogonalises_all_that_its_rank_updates(zero: int, tp: int) -> None:
     """Shapes alone say what that takes. Two replicas of ZeRO-1 have half of each size; tp halves one side of each."""
