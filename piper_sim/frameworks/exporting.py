@@ -97,7 +97,7 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
     if wrong:
         key, (mine, theirs) = next(iter(wrong.items()))
         raise _cannot(framework, key, mine, f"it would be read as {_shown(theirs)}")
-    return ExportedJob(files, dict(_left_out(prepared, found.job)), found)
+    return ExportedJob(files, dict(_left_out(prepared, back)), found)
 
 
 def _cannot(framework: str, key: str, value: object, why: str) -> PiperError:
@@ -243,7 +243,7 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
             **{f"model.{f.name}": getattr(p.config.form, f.name) for f in fields(LayerForm)},
             "model.moe": p.config.moe and replace(p.config.moe, scale=1.0, normalised=True, scoring="", balance=0.0),
             **sizes,
-            "parallel.zero": j.parallel.zero if p.mesh.sizes["dp"] * p.mesh.sizes["cp"] > 1 else 0,
+            "parallel.zero": j.parallel.zero if _sharded(p) else 0,
             "parallel.dp_replicate": j.parallel.dp_replicate,
             "parallel.order": j.parallel.order,
             "parallel.sequence_parallel": j.parallel.sequence_parallel and tp,
@@ -263,22 +263,30 @@ def _different(mine: PreparedJob, theirs: PreparedJob) -> Iterator[tuple[str, tu
     yield from ((k, (v, b[k])) for k, v in a.items() if v != b[k])
 
 
+def _sharded(p: PreparedJob) -> bool:
+    """Whether a level of ZeRO says anything that counts: of replicas, or of experts that tp ranks hold copies of."""
+    copies = ("dp", "cp", *(("edp",) if p.config.moe is not None else ()))
+    return any(p.mesh.size((axis,)) > 1 for axis in copies)
+
+
 def _formats(job: Job) -> dict[str, object]:
     """The number formats by name, those that the job leaves out too."""
     found = precision_of(job)
     return {f.name: str(getattr(found, f.name)) for f in fields(found)}
 
 
-def _left_out(mine: PreparedJob, theirs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
+def _left_out(mine: PreparedJob, back: PreparedJob) -> Iterator[tuple[str, object]]:
     """Keys of the job that the launch does not say, beside those that decide the plan."""
-    own, back = ({**table_of(j), "precision": _formats(j)} for j in (mine.job, job_from(theirs)))
+    own, said = ({**table_of(j), "precision": _formats(j)} for j in (mine.job, back.job))
     keys = {"model": ("attention",), "parallel": ("bucket_MiB", "prefetch", "reshard", "overlap_grad_reduce")}
     keys["schedule"] = ("merge", "delay_wgrad", "p2p")
     for section, names in keys.items():
         for key in names:
-            if own[section].get(key) != back[section].get(key):
-                yield f"{section}.{key}", back[section].get(key)
+            if own[section].get(key) != said[section].get(key):
+                yield f"{section}.{key}", said[section].get(key)
+    if mine.schedule != back.schedule:  # of one stage, where a launch names none
+        yield "schedule.name", back.schedule
     for section in ("cluster", "routing", "costs", "data", "optimizer", "precision", "gate", "history"):
-        for key in (*own[section], *(k for k in back[section] if k not in own[section])):
-            if back[section].get(key) != own[section].get(key):
-                yield f"{section}.{key}", back[section].get(key)
+        for key in (*own[section], *(k for k in said[section] if k not in own[section])):
+            if said[section].get(key) != own[section].get(key):
+                yield f"{section}.{key}", said[section].get(key)

@@ -107,6 +107,9 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
         ("primus", {"precision": {"compute": "fp64"}}, "precision.compute"),
         ("accelerate", {"parallel": {"zero": 3, "dp_replicate": 2}}, "parallel.dp_replicate"),
         ("deepspeed", {"parallel": {"zero": 2, "dp_replicate": 2}}, "parallel.dp_replicate"),
+        # One replica of each dense weight, and four of each expert: tp does not cut them.
+        ("torchtitan", {"model": {"config": "mixtral-8x7b"}, "parallel": {"tp": 4, "pp": 4}}, "parallel.zero"),
+        ("automodel", {"model": {"config": "mixtral-8x7b"}, "parallel": {"tp": 4, "pp": 4}}, "parallel.zero"),
     ],
 )
 def test_what_a_framework_cannot_say_is_refused_by_its_key(framework: str, sections: dict[str, Any], key: str) -> None:
@@ -125,6 +128,15 @@ def test_what_does_not_decide_the_plan_is_listed() -> None:
     assert made.left_out["cluster.gpu"] == "h100-sxm"
     left = export_launch(prepared(cluster=CLUSTER | {"gpu": "h100-sxm"}), "megatron").left_out.keys()
     assert left <= {"costs.software", "parallel.bucket_MiB"}  # one bucket, where Megatron has its own
+
+
+@pytest.mark.parametrize("framework", ["megatron", "deepspeed", "automodel"])
+def test_an_order_of_one_stage_that_a_launch_does_not_say_is_listed(framework: str) -> None:
+    """GPipe keeps what all microbatches need for backward; what is read back, what one does."""
+    job = prepared(schedule={"name": "gpipe", "microbatches": 8}, parallel={"zero": 0})
+    made = export_launch(job, framework)
+    back = prepare(job_from(read_back(made).job))
+    assert job.mesh.sizes["pp"] == 1 and job.schedule != back.schedule == made.left_out["schedule.name"]
 
 
 @pytest.mark.parametrize("framework", ["megatron", "accelerate", "deepspeed"])
