@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from html import escape
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ _WORDS = {
     "dependency": "waiting for other ranks",
     "recompute": "recomputation",
     "compute": "compute",
+    "slowdown": "compute slowed by messages beside it",
+    "host": "waiting for the host",
     "optimizer": "the optimizer",
 }
 
@@ -180,7 +183,8 @@ def raise_common(job: Job) -> None:
 def why(rows: Sequence[Object]) -> str:
     """Why the winner wins, in one sentence with its price.
 
-    It is held against 1f1b, or against the next best where 1f1b itself wins.
+    It is held against 1f1b, or against the next best where 1f1b itself wins. A step of fewer tokens is shorter by that
+    alone: then it is said how many, and at what rates.
     """
     good = [r for r in rows if r["fits"]]
     timed = [r for r in rows if r["iteration_s"] is not None]
@@ -206,7 +210,12 @@ def why(rows: Sequence[Object]) -> str:
         f"it is {'faster' if gain > 0 else 'slower'} than {label(rival)}{fit} by {abs(gain) / rival['iteration_s']:.1%}"
     )
     how = how if gain else f"it takes as long as {label(rival)}"
-    return f"{label(best)} wins: {how}{cause}; its price is {memory}."
+    mine, theirs = (r["tokens_per_s"] * r["iteration_s"] for r in (best, rival))
+    does = "wins"
+    if not isclose(mine, theirs, rel_tol=1e-6):
+        rates = f"{best['tokens_per_s']:,.0f} tokens/s, {rival['tokens_per_s']:,.0f} there"
+        does, how = "has the shortest step", f"{how}, with {mine / theirs:.3g} times its tokens ({rates})"
+    return f"{label(best)} {does}: {how}{cause}; its price is {memory}."
 
 
 def _mean(row: Object) -> dict[str, float]:

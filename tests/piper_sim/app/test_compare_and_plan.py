@@ -38,6 +38,25 @@ def test_equal_steps_are_not_told_as_a_gain(cli: Any, job: Any) -> None:
     )
 
 
+def test_a_step_of_fewer_tokens_does_not_win_by_being_shorter(cli: Any, job: Any) -> None:
+    less, more = job("a.toml"), job("b.toml", schedule={"name": "1f1b", "microbatches": 16})
+    a, b = rows(cli, less, more)
+    said = " ".join(cli("compare", less, more, as_json=False).out.split())
+    assert a["iteration_s"] < b["iteration_s"] and a["tokens_per_s"] < b["tokens_per_s"] and "wins" not in said
+    rates = f"with 0.25 times its tokens ({a['tokens_per_s']:,.0f} tokens/s, {b['tokens_per_s']:,.0f} there)"
+    assert "a 1f1b has the shortest step: it is faster than b 1f1b" in said and rates in said
+
+
+def test_a_slow_host_is_named_as_what_makes_the_difference(cli: Any, job: Any) -> None:
+    """On one rank nothing waits for another: all that launches of ten times the usual take is the host's."""
+    one = {"parallel": {"pp": 1, "dp": 1, "ep": 1}}
+    slow = job("slow.toml", cluster={"host_launch_us": 60.0}, **one)
+    a, b = rows(cli, job("usual.toml", **one), slow)
+    assert b["name"] == "slow" and b["time_breakdown"]["0"]["host"] > a["time_breakdown"]["0"]["host"]
+    said = " ".join(cli("compare", job("usual.toml", **one), slow, as_json=False).out.split())
+    assert "because of waiting for the host" in said, "it was small savings everywhere"
+
+
 def test_seconds_that_nobody_has_are_not_told_of(cli: Any, job: Any) -> None:
     found = cli("compare", job(), "--schedules", "dualpipe", "--set", "parallel.layers=[4]", as_json=False)
     assert found.code == 0 and "No schedule fits." in found.out and "Step times" not in found.out
