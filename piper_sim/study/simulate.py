@@ -58,7 +58,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
         "software": job.costs.software or GENERIC,
         "cost_source": p.sources.word,
         "cost_shares": p.sources.shares,
-        "warnings": [*warnings(p.prepared), *elsewhere(p)],
+        "warnings": [*warnings(p.prepared), *elsewhere(p), *as_measured(p)],
         "plan_digest": plan_digest(p.plan),
         "cost_digest": costs.digest,
         "job_digest": job_digest(job, None if p.slow is None else p.slow.asked),
@@ -99,6 +99,20 @@ def warnings(p: PreparedJob) -> list[str]:
         few = f"few matrices for so many replicas: with their shares padded they take {padded:.1f} times their bytes"
         out.append(f"{few}; set parallel.zero = 0, or a smaller dp")
     return out
+
+
+_OF_LINKS = ("nvlink_", "nic_", "dispatch_", "oversubscription", "collective_launch_us")
+_OF_OPS = ("peak_TFLOPs", "hbm_GBps", "sms", "power_W", "gemm", "attention", "memory_", "kernel_launch_us", "host_GBps")
+
+
+def as_measured(p: PlannedJob) -> list[str]:
+    """Keys of `[cluster]` that are to change seconds, and do not change those that a profile has."""
+    profile = p.model.measured.profile
+    if profile is None:
+        return []
+    of = (_OF_LINKS if profile.links else ()) + (_OF_OPS if profile.ops else ())
+    keys = [f"cluster.{k}" for k in p.prepared.job.cluster.overrides if k.startswith(of)]
+    return [f"{', '.join(keys)}: what costs.profile has measured stays as it was measured"] if keys else []
 
 
 def elsewhere(p: PlannedJob) -> list[str]:

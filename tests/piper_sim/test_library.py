@@ -9,7 +9,7 @@ import pytest
 
 import piper_sim
 from cost_models.profile.file import profile_text
-from cost_models.profile.profile import Profile, ProfileMachine
+from cost_models.profile.profile import MeasuredCost, Profile, ProfileMachine
 from piper_sim.app.cli import main
 
 TABLE: dict[str, Any] = {
@@ -173,6 +173,21 @@ def test_a_profile_of_another_device_is_said_to_be_one(of: str, gpu: str, said: 
     found = piper_sim.predict(piper_sim.load_job(job)).to_dict()["warnings"]
     warning = f"costs.profile is of {of or 'Xeon'}, cluster.gpu = {gpu!r}: what it holds are that machine's seconds"
     assert found == ([warning] if said else [])
+
+
+def test_what_was_measured_does_not_change_with_the_cluster_s_keys_and_says_so(tmp_path: Any) -> None:
+    """A link of a profile takes what it took, however fast `[cluster]` makes it: doubling it promises no gain of 0."""
+    machine = ProfileMachine("Xeon", 2, "NVIDIA H100 80GB HBM3", 1, {}, "2026-01-01T00:00:00Z")
+    links = {f"{kind} {n}": MeasuredCost(1e-3, 0.0, 9) for kind in ("p2p@1", "all_gather 2@1") for n in (2**10, 2**30)}
+    for name, profile in (("with", Profile.of(machine, {}, links)), ("without", Profile.of(machine, {}))):
+        (tmp_path / name).write_text(profile_text(profile))
+        job = {**TABLE, "costs": {"profile": str(tmp_path / name)}}
+        table = {**job, "cluster": {"gpu": "h100-sxm", "nic_Gbps": 50, "hbm_GiB": 60}}
+        found = piper_sim.predict(piper_sim.load_job(table)).to_dict()["warnings"]
+        said = "cluster.nic_Gbps: what costs.profile has measured stays as it was measured"
+        assert found == ([said] if profile.links else [])
+        asked = {w.name for w in piper_sim.explain(piper_sim.load_job(job)).what_ifs}
+        assert ("links x 2" in asked) == (not profile.links) and "transfers free" in asked
 
 
 @pytest.mark.parametrize("given", [None, 3, "job.toml", TABLE, [TABLE]])

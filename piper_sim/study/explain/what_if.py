@@ -87,7 +87,8 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
     if job.routing.kind != "balanced":
         file = {"routing.file": None} if job.routing.file is not None else {}
         yield "balanced experts", {"routing.kind": "balanced", **file}
-    if ranks > 1:
+    profile = p.planned.model.measured.profile
+    if ranks > 1 and not (profile and profile.links):  # measured messages would stay as they are, and gain nothing
         yield "links x 2", _links(p)
     if (usual := usual_links(job)) != job:
         hw, own = hardware_of(usual), usual.cluster.overrides
