@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.job import Job
+from ir.job.build import DEFAULT_SCHEDULE, resolve
 from ir.job.load import job_from
 from ir.job.schema import JobHistory
 from ir.job.table import table_of, value_of
 from ir.schedules.registry import canonical
+from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.history.table import CLASS, PastStep, read_runs
 from piper_sim.study.predict import predict
 from piper_sim.study.simulate import job_digest
@@ -94,16 +96,24 @@ def _blamed(e: PiperError, run: PastStep, file: str) -> PiperError:
 
 
 def trait(job: Job, column: str) -> str:
-    """What a job says in a column, as text; schedules by their one name.
+    """What a job says in a column, as text; schedules by their one name. What it leaves open is what that comes to.
 
     >>> from ir.job.load import job_from
-    >>> trait(job_from({"model": {"config": "x"}, "schedule": {"name": "vpp"}}), "schedule.name")
-    'interleaved-1f1b'
+    >>> job = job_from({"model": {"config": "x"}, "schedule": {"name": "vpp"}, "cluster": {"nodes": 2}})
+    >>> trait(job, "schedule.name"), trait(job, "parallel.dp")
+    ('interleaved-1f1b', '16')
     """
-    value = value_of(job, column)
+    value, s = value_of(job, column), job.schedule
+    if value is None and column == "schedule.name" and not (s.directives or s.builder or s.csv):
+        value = DEFAULT_SCHEDULE
+    if value is None and column in _RESOLVED:
+        value = value_of(resolve(job, hardware_of(job).gpus_per_node), column)
     if column == "schedule.name" and isinstance(value, str):
         return canonical(value)
     return "default" if value is None else str(value)
+
+
+_RESOLVED = ("parallel.dp", "cluster.nodes", "cluster.gpus_per_node", "schedule.microbatches")
 
 
 def off(predicted: float, measured: float | None) -> float | None:

@@ -13,7 +13,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.job.table import table_of
-from piper_sim.study.history import applied, backtest, backtest_object, backtest_text, suggest
+from piper_sim.study.history import PredictionCorrection, applied, backtest, backtest_object, backtest_text, suggest
 from piper_sim.study.history.table import parse_runs
 from piper_sim.study.predict import predict
 
@@ -101,6 +101,20 @@ def test_a_factor_of_one_class_is_laid_at_its_column(tmp_path, truth):
     classes = {(c["column"], c["value"]): c for c in backtest_object(past)["classes"]}
     assert classes["schedule.name", "zb1p"]["worst"] == pytest.approx(1 - 1 / 1.3)
     assert classes["schedule.name", "1f1b"]["worst"] < 1e-9
+
+
+@pytest.mark.parametrize(("column", "value"), [("schedule.name", "1f1b"), ("parallel.dp", "2"), ("cluster.nodes", "1")])
+def test_a_job_that_leaves_its_class_open_is_corrected_as_one_that_says_it(column, value):
+    """1F1B is what nobody names, dp what is left of the GPUs: one plan, one factor."""
+    said = job_from({**TABLE, "cluster": {"gpus_per_node": 4, "nodes": 1}})
+    left_open = job_from({**TABLE, "cluster": {"gpus_per_node": 4}, "parallel": {"pp": 2, "dp": 2}})
+    if column == "parallel.dp":
+        left_open = job_from({**TABLE, "cluster": {"gpus_per_node": 4, "nodes": 1}, "parallel": {"pp": 2}})
+    if column == "schedule.name":
+        left_open = job_from({**TABLE, "schedule": {"microbatches": 4}})
+    correction = PredictionCorrection(1.0, 9, 0.2, 0.0, column, {value: 1.5})
+    assert predict(said).to_dict()["plan_digest"] == predict(left_open).to_dict()["plan_digest"]
+    assert correction.of(said) == correction.of(left_open) == 1.5
 
 
 def test_shuffled_seconds_suggest_nothing(tmp_path, truth):
