@@ -10,7 +10,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import PreparedJob, blaming
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import dumps, print_json, refuse_existing, show, warn_uncorrected, write
+from piper_sim.app.commands.output import dumps, print_json, refuse_existing, show, warn, warn_uncorrected, write
 from piper_sim.frameworks.exporting import export_launch, exported_to
 from piper_sim.frameworks.from_job import ranges_of
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
@@ -38,6 +38,7 @@ def main(args: argparse.Namespace) -> int:
     if args.out is not None:
         best = {} if found.best is None else {"best.toml": winner_toml(found, args.out)}
         write(args.out, {"search.json": dumps(found.to_dict()), **best}, args.force)
+    warn(found.warnings)
     if args.json:
         print_json(found.to_dict())
     else:

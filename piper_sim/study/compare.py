@@ -19,7 +19,7 @@ from piper_sim.report.units import GIB, duration
 from piper_sim.study.history import PredictionBacktest, applied, backtest
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
-from piper_sim.study.simulate import Object
+from piper_sim.study.simulate import Object, less_measured
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -215,7 +215,16 @@ def why(rows: Sequence[Object]) -> str:
     if not isclose(mine, theirs, rel_tol=1e-6):
         rates = f"{best['tokens_per_s']:,.0f} tokens/s, {rival['tokens_per_s']:,.0f} there"
         does, how = "has the shortest step", f"{how}, with {mine / theirs:.3g} times its tokens ({rates})"
-    return f"{label(best)} {does}: {how}{cause}; its price is {memory}."
+    return f"{label(best)} {does}: {how}{cause}; its price is {memory}.{_unlike(best, rival)}"
+
+
+def _unlike(best: Object, rival: Object) -> str:
+    """That a profile knows the two unequally well, where it does."""
+    a, b = best["cost_shares"], rival["cost_shares"]
+    if not (less_measured(a, b) or less_measured(b, a)):
+        return ""
+    said = f"{a['modelled']:.0%} of its seconds are modelled, {b['modelled']:.0%} of {label(rival)}'s"
+    return f" But {said}: what costs.profile has not measured may decide it."
 
 
 def _mean(row: Object) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -113,6 +114,16 @@ def as_measured(p: PlannedJob) -> list[str]:
     of = (_OF_LINKS if profile.links else ()) + (_OF_OPS if profile.ops else ())
     keys = [f"cluster.{k}" for k in p.prepared.job.cluster.overrides if k.startswith(of)]
     return [f"{', '.join(keys)}: what costs.profile has measured stays as it was measured"] if keys else []
+
+
+LESS_MEASURED = 0.1  # of the seconds of all ops and messages: what two steps may differ in by the profile alone
+
+
+def less_measured(shares: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
+    """Whether of one step's seconds (its `cost_shares`) so many more are modelled than of another's that the two cannot
+    be held against each other: what a profile lacks looks quicker, or slower, by as much as the model is off.
+    """
+    return float(shares["modelled"]) > float(than["modelled"]) + LESS_MEASURED
 
 
 def elsewhere(p: PlannedJob) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cost_models.profile.profile import CostSource
 from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.job import Job
@@ -19,6 +20,7 @@ from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.explain.excess import usual_links
 from piper_sim.study.predict import planned, timed
 from piper_sim.study.prediction import Prediction
+from piper_sim.study.simulate import LESS_MEASURED
 
 Changes = dict[str, Any]  # section.key -> value as TOML has it; None: the key is left out
 Progress = Callable[[str], AbstractContextManager[object]]
@@ -63,7 +65,8 @@ def settings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def what_ifs(job: Job, p: Prediction, progress: Progress = nullcontext) -> tuple[JobChange, ...]:
-    """Each change that applies to a job, simulated; the largest gain first. What cannot be built is left out.
+    """Each change that applies to a job, simulated; the largest gain first. What cannot be built is left out, and
+    so is what a profile has measured much less of than of the job: it would gain by the model's error.
 
     p: the job as it is, simulated. Its own job is resolved: other keys than the user's would be fixed.
     """
@@ -72,8 +75,23 @@ def what_ifs(job: Job, p: Prediction, progress: Progress = nullcontext) -> tuple
         with progress(f"simulating: {name}"), suppress(PiperError):
             other = changed(job, changes)
             found = timed(planned(other, hardware_of(other)))  # not checked: nobody will run it
+            if _less_measured(found, p):
+                continue
             out.append(JobChange(name, changes, found.iteration_s, p.iteration_s - found.iteration_s, found.fits))
     return tuple(sorted(out, key=lambda w: -w.gain_s))
+
+
+def _less_measured(other: Prediction, p: Prediction) -> bool:
+    """Whether more of its seconds are modelled, by much of what the job takes. Fewer in all, as where messages are
+    free, are no reason not to believe it.
+    """
+    rows = p.planned.sources.rows
+    return _modelled(other) > _modelled(p) + LESS_MEASURED * sum(r.seconds * r.times for r in rows)
+
+
+def _modelled(p: Prediction) -> float:
+    rows = p.planned.sources.rows
+    return sum(r.seconds * r.times for r in rows if r.source is CostSource.MODELLED)
 
 
 def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heappop, heappush
 
 from cost_models import DeviceHardware
@@ -15,6 +16,7 @@ from ir.job import Job
 from ir.job.load import no_job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
+from piper_sim.study.predict import planned
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import (
     ANY,
@@ -29,7 +31,7 @@ from piper_sim.study.search.evaluate import (
 )
 from piper_sim.study.search.space import Changes, JobSpace
 from piper_sim.study.search.workers import JobJournal, JobWorkers
-from piper_sim.study.simulate import Object
+from piper_sim.study.simulate import Object, less_measured
 
 BUDGET_S = 60.0
 DRAWN, TRIES = 32, 3  # for a first answer: configurations bounded, and simulated at most
@@ -69,6 +71,7 @@ class JobSearchResult:
         counts = Counter(r.kind for r in self.all_rejected)
         out["rejected_counts"] = {str(k): counts[k] for k in JobRefusal}
         out["objective"] = self.objective
+        out["warnings"] = self.warnings
         if self.best is None:
             said = "nothing fits" if self.proven else "the budget ran out before anything was found that fits"
             out |= {"fits": False, "nearest": self.nearest, "reason": said + self._why()}
@@ -80,6 +83,18 @@ class JobSearchResult:
             return f"; what lacks least: {self.nearest['reason']}"
         whys = Counter(r.reason for r in self.all_rejected if r.kind is JobRefusal.ILLEGAL).most_common(1)
         return "".join(f"; most often ({n} of {self.space}): {why}" for why, n in whys)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """That the best is the best by what a profile has not measured of it."""
+        if self.best is None or self.job.costs.profile is None:
+            return []
+        with suppress(PiperError):  # the job itself need not be one that can be built
+            own, best = planned(self.job, hardware_of(self.job)).sources.shares, self.best["cost_shares"]
+            if less_measured(best, own):
+                said = f"{best['modelled']:.0%} of the best's seconds are modelled, {own['modelled']:.0%} of the job's"
+                return [f"{said}: costs.profile may have to measure its sizes, too, before the two can be compared"]
+        return []
 
     @property
     def objective(self) -> Object:
