@@ -296,9 +296,13 @@ class CostModel:
             return ProfileCost(0.0, 0.0, CostSource.MODELLED)
         if (found := self._messages.get((message, spread, zero3))) is None:
             fabric = self.sharded if zero3 else self.fabric
-            found = self._messages[message, spread, zero3] = self.measured.message(
-                message, spread, lambda s: message_seconds(message, s.ranks, s.per_node, fabric, nodes=s.nodes)
-            )
+
+            def price(m: Message, s: RankSpread) -> float:
+                return message_seconds(m, s.ranks, s.per_node, fabric, nodes=s.nodes)
+
+            found = self.measured.dispatched(message, spread, price) if fabric.deduplicate else None
+            found = found or self.measured.message(message, spread, lambda s: price(message, s))
+            self._messages[message, spread, zero3] = found
         return found
 
 

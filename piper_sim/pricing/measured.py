@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cost_models.profile.file import load_profile
 from cost_models.profile.pairs import KernelPair
@@ -21,6 +21,7 @@ from ir.job.build import PreparedJob
 from piper_sim.folding import RankSpread
 
 _Key = tuple[int, str, str]  # stage, part, pass
+_PLAIN = f"{MessageKind.ALL_TO_ALL} "
 _CURVE = re.compile(r"([a-z_]+) (\d+)@(\d+)", re.ASCII)
 Price = Callable[[RankSpread], float]  # modelled seconds of a message in a group that lies so
 
@@ -83,6 +84,28 @@ class MeasuredCosts:
         assert found is not None
         seconds = modelled.seconds * found.seconds / there
         return ProfileCost(seconds, abs(seconds - modelled.seconds), CostSource.EXTRAPOLATED)
+
+    @property
+    def every_copy(self) -> bool:
+        """Whether all-to-alls were timed that send every copy of a token, as those of NCCL do."""
+        profile = self.profile
+        return profile is not None and bool(profile.machine.gpu) and any(k.startswith(_PLAIN) for k in profile.links)
+
+    def dispatched(
+        self, message: Message, spread: RankSpread, price: Callable[[Message, RankSpread], float]
+    ) -> ProfileCost | None:
+        """Seconds of tokens on their way to experts, each sent once per node: what was timed of as many bytes, times
+        what the model says of the two. None where nothing was, or it is no such message.
+        """
+        if message.kind is not MessageKind.ALL_TO_ALL or message.fanout < 2 or not self.every_copy:
+            return None
+        plain = replace(message, fanout=1, nodes_limit=0)
+        found, usual = self.message(plain, spread, lambda s: price(plain, s)), price(plain, spread)
+        if found.source is CostSource.MODELLED or not usual:
+            return None
+        modelled = price(message, spread)
+        seconds = modelled * found.seconds / usual
+        return ProfileCost(seconds, abs(seconds - modelled), CostSource.EXTRAPOLATED)
 
 
 MODELLED = MeasuredCosts()

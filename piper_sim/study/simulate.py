@@ -113,7 +113,11 @@ def as_measured(p: PlannedJob) -> list[str]:
         return []
     of = (_OF_LINKS if profile.links else ()) + (_OF_OPS if profile.ops else ())
     keys = [f"cluster.{k}" for k in p.prepared.job.cluster.overrides if k.startswith(of)]
-    return [f"{', '.join(keys)}: what costs.profile has measured stays as it was measured"] if keys else []
+    out = [f"{', '.join(keys)}: what costs.profile has measured stays as it was measured"] if keys else []
+    if p.model.measured.every_copy and p.model.fabric.deduplicate and p.prepared.mesh.sizes["ep"] > 1:
+        whose = "costs.profile's all-to-alls send every copy of a token, the job's dispatcher one per node"
+        out.append(f'{whose}: scaled as the model has the two; set costs.dispatcher = "nccl" if yours sends all')
+    return out
 
 
 LESS_MEASURED = 0.1  # of the seconds of all ops and messages: what two steps may differ in by the profile alone

@@ -152,3 +152,28 @@ def test_a_measured_update_serves_other_lengths_of_sequence() -> None:
     updates = [f for text, f in found.items() if "UPDATE" in text]
     assert updates and all(f is not None and f.source is CostSource.MEASURED for f in updates)
     assert all(f is None for text, f in found.items() if "UPDATE" not in text), "one size makes no line"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dispatcher", "scaled"), [("H100", None, True), ("H100", "nccl", False), ("", None, False)]
+)
+def test_tokens_sent_once_per_node_are_not_the_copies_that_were_timed(
+    gpu: str, dispatcher: str | None, scaled: bool
+) -> None:
+    """All-to-alls of nccl-tests, half as fast as modelled: so is a dispatch of a token per node. On a CPU, and by NCCL,
+    every copy goes.
+    """
+    table = {"model": {"config": "mixtral-8x7b", "seq_len": 512}, "parallel": {"ep": 8, "dp": 16}}
+    job = job_from(table | {"cluster": {"nodes": 2}, "costs": {"dispatcher": dispatcher} if dispatcher else {}})
+    prepared = prepare_priced(job, hardware_of(job))
+    node = next(n for n in prepared.plan().graph.nodes if n.part.endswith(".dispatch") and n.message is not None)
+    assert node.message is not None and node.message.fanout == 2
+    at, fabric = RankSpread(8, 4, 2), LinkFabric.of(hardware_of(job))
+    plain = Message(MessageKind.ALL_TO_ALL, node.message.bytes, ("ep",))
+    took = 2 * message_seconds(plain, 8, 4, fabric)
+    links = {link_class(plain, 8, 2): MeasuredCost(took, 0.0, 9)}
+    found = model_of(prepared, Profile.of(replace(MACHINE, gpu=gpu), {}, links)).priced(node.message, at)
+    alone = CostModel(prepared, hardware_of(job)).priced(node.message, at).seconds
+    assert found.seconds == pytest.approx(2 * alone if scaled else took)
+    assert found.source is (CostSource.EXTRAPOLATED if scaled else CostSource.MEASURED)
+    assert not scaled or found.seconds < 0.9 * took
