@@ -210,6 +210,8 @@ def why(rows: Sequence[Object]) -> str:
         f"it is {'faster' if gain > 0 else 'slower'} than {label(rival)}{fit} by {abs(gain) / rival['iteration_s']:.1%}"
     )
     how = how if gain else f"it takes as long as {label(rival)}"
+    mine, theirs = (round(r["tokens_per_s"] / r["tokens_per_s_per_gpu"]) for r in (best, rival))
+    how += f", on {mine / theirs:.3g} times its GPUs" if mine != theirs else ""
     mine, theirs = (r["tokens_per_s"] * r["iteration_s"] for r in (best, rival))
     does = "wins"
     if not isclose(mine, theirs, rel_tol=1e-6):

@@ -47,6 +47,13 @@ def test_a_step_of_fewer_tokens_does_not_win_by_being_shorter(cli: Any, job: Any
     assert "a 1f1b has the shortest step: it is faster than b 1f1b" in said and rates in said
 
 
+def test_more_gpus_are_named_beside_the_step_that_they_shorten(cli: Any, job: Any) -> None:
+    few, many = job("few.toml"), job("many.toml", parallel={"dp": 4}, schedule={"microbatches": 2})
+    said = " ".join(cli("compare", few, many, as_json=False).out.split())
+    assert ", on 2 times its GPUs" in said or ", on 0.5 times its GPUs" in said
+    assert "times its GPUs" not in cli("compare", few, few, as_json=False).out
+
+
 def test_a_slow_host_is_named_as_what_makes_the_difference(cli: Any, job: Any) -> None:
     """On one rank nothing waits for another: all that launches of ten times the usual take is the host's."""
     one = {"parallel": {"pp": 1, "dp": 1, "ep": 1}}
