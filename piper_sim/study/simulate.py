@@ -136,7 +136,8 @@ def elsewhere(p: PlannedJob) -> list[str]:
     if profile is None or gpu not in presets() or not (name := profile.machine.device):
         return []
     words = re.split(r"[^a-z0-9]+", profile.machine.gpu.lower()) if profile.machine.gpu else ["cpu"]
-    if gpu.partition("-")[0] in words:
+    card = "sxm" in gpu and not {"pcie", "nvl"}.isdisjoint(words)  # of the same name, with less power and slower memory
+    if gpu.partition("-")[0] in words and not card:
         return []
     return [f"costs.profile is of {name}, cluster.gpu = {gpu!r}: what it holds are that machine's seconds"]
 
