@@ -139,6 +139,13 @@ def test_doubts_are_said_where_the_job_differs_from_the_file(tmp_path: Path) -> 
 
 TITAN = '[model]\nname = "llama3"\nflavor = "8B"\nconverters = [{}]\n[quantize.linear.float8]\nfilter_fqns = [{}]\n'
 
+LOSS = "model:\n  pretrained_model_name_or_path: meta-llama/Meta-Llama-3-8B\nstep_scheduler:\n  local_batch_size: 1\n"
+LOSS += "loss_fn:\n  _target_: nemo_automodel.components.loss.{}"
+MPT = "model:\n  name: mpt_causal_lm\n  d_model: 64\n  n_heads: 4\n  n_layers: 2\n  loss_fn: {}\n"
+MPT += "device_train_microbatch_size: 1\n"
+DYNAMO = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\ndynamo_config:\n  dynamo_backend: {}\n"
+SCRIPT_LINE = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4\n"
+
 
 @pytest.mark.parametrize(
     ("name", "text", "argument", "there", "elsewhere"),
@@ -153,6 +160,13 @@ TITAN = '[model]\nname = "llama3"\nflavor = "8B"\nconverters = [{}]\n[quantize.l
         ("a.txt", "--num-layers 4 --fp8-recipe mxfp8 --bf16 {}", "--fp8-recipe", "", "--fp8-format hybrid"),
         ("t.toml", TITAN.replace("{}", '"float8"', 1), "quantize.linear.float8.filter_fqns", '"output"', '"wq"'),
         ("t.toml", TITAN.replace("{}", "", 1), "quantize.linear.float8.filter_fqns", '"wq"', None),
+        ("a.txt", "--num-layers 4 --no-fp8-wgrad --bf16 {}", "--no-fp8-wgrad", "", "--fp8-format hybrid"),
+        ("b.yaml", LOSS, "loss_fn._target_", "masked_ce.MaskedCrossEntropy", "linear_ce.FusedLinearCrossEntropy"),
+        ("b.yaml", LOSS, "loss_fn._target_", "te_parallel_ce.TEParallelCrossEntropy", "chunked_ce.ChunkedCrossEntropy"),
+        ("b.yaml", LOSS + "\n  fp32_upcast: {}", "loss_fn.fp32_upcast", "true", "false"),
+        ("m.yaml", MPT, "model.loss_fn", "fused_crossentropy", "torch_crossentropy"),
+        ("c.yaml", DYNAMO, "dynamo_config.dynamo_backend", "'NO'", "INDUCTOR"),
+        ("d.sh", "export CUDA_LAUNCH_BLOCKING={}\n" + SCRIPT_LINE, "CUDA_LAUNCH_BLOCKING", 0, 1),
     ],
 )
 def test_what_bears_on_nothing_of_the_job_is_understood_and_assumed_elsewhere(
