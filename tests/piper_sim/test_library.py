@@ -191,6 +191,8 @@ def test_what_was_measured_does_not_change_with_the_cluster_s_keys_and_says_so(t
         assert found == ([said] if profile.links else [])
         asked = {w.name for w in piper_sim.explain(piper_sim.load_job(job)).what_ifs}
         assert ("links x 2" in asked) == (not profile.links) and "transfers free" in asked
+        asked = {w.name for w in piper_sim.explain(piper_sim.load_job(table)).what_ifs}
+        assert ("links as usual" in asked) == (not profile.links)
 
 
 @pytest.mark.parametrize("given", [None, 3, "job.toml", TABLE, [TABLE]])

@@ -106,9 +106,10 @@ def asked(job: Job, p: Prediction) -> Iterator[tuple[str, Changes]]:
         file = {"routing.file": None} if job.routing.file is not None else {}
         yield "balanced experts", {"routing.kind": "balanced", **file}
     profile = p.planned.model.measured.profile
-    if ranks > 1 and not (profile and profile.links):  # measured messages would stay as they are, and gain nothing
+    timed_links = profile is not None and bool(profile.links)  # which stay as they are, and would gain nothing
+    if ranks > 1 and not timed_links:
         yield "links x 2", _links(p)
-    if (usual := usual_links(job)) != job:
+    if (usual := usual_links(job)) != job and not timed_links:
         hw, own = hardware_of(usual), usual.cluster.overrides
         changes = {k: getattr(hw, k) for k in job.cluster.overrides if k not in own}
         yield "links as usual", {f"cluster.{k}": v for k, v in changes.items()}
