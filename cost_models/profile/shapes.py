@@ -63,7 +63,7 @@ def op_shapes(graph: Graph) -> tuple[KernelShape | None, ...]:
 
     def shape(n: GraphNode) -> KernelShape | None:
         if n.kind is PerStepOp.UPDATE:
-            return KernelShape(f"UPDATE ~{_digest(model + graph.update)}", {"numel": n.numel})
+            return KernelShape(f"UPDATE ~{_digest(model)}", {"numel": n.numel})
         if n.once or n.message is not None:
             return None
         layout = layouts[n.stage, n.part]

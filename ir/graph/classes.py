@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
-from ir.graph.graph import Graph, GraphNode, PerStepOp
+from ir.graph.graph import Graph, GraphNode
 from ir.workload.captured import CapturedModelWork
 from ir.workload.config.spec import NOT_KERNELS
 from ir.workload.work import ConfigModelWork
@@ -22,7 +22,7 @@ def node_classes(graph: Graph) -> tuple[str, ...]:
             parts[n.stage, n.part].append((str(n.kind), n.work, n.inline, n.message, sizes, n.workspace))
     again, model = recomputed(graph), _model(graph)
     digests = {key: _digest((found, key in again, model)) for key, found in parts.items()}
-    return tuple(_class(n, digests, model, graph.update) for n in graph.nodes)
+    return tuple(_class(n, digests, model) for n in graph.nodes)
 
 
 def link_class(message: Message, ranks: int, nodes: int = 0) -> str:
@@ -57,10 +57,9 @@ def _model(graph: Graph) -> str:
     return repr((config, s.shape, s.precision, getattr(s, "attention", "")))
 
 
-def _class(node: GraphNode, digests: Mapping[tuple[int, str], str], model: str, update: str) -> str:
+def _class(node: GraphNode, digests: Mapping[tuple[int, str], str], model: str) -> str:
     if node.once:
-        own = (update,) if node.kind is PerStepOp.UPDATE else ()
-        return f"{node.kind} {_digest((node.numel, node.message, model, *own, *node.work))}"
+        return f"{node.kind} {_digest((node.numel, node.message, model, *node.work))}"
     chunk, _, part = node.part.rpartition(".")
     chunk = chunk.rstrip("0123456789")
     part = part if chunk in ("", "embed", "l", "head") else f"{chunk}.{part}"

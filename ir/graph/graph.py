@@ -139,8 +139,7 @@ class BucketPolicy:
 class Graph:
     """Nodes, edges and what directives have said so far. Never changed: every rewrite returns a new one.
 
-    muon: how hidden matrices are updated, where not as all else. update: what an update of so many elements does: its
-    rule, clipping, what the host has of it. No op depends on it, only what one takes.
+    muon: how hidden matrices are updated, where not as all else.
     """
 
     nodes: tuple[GraphNode, ...]
@@ -155,7 +154,6 @@ class Graph:
     recompute: RecomputedLayers = field(default_factory=RecomputedLayers)
     prefetch: int = 1
     muon: MuonOptimizer | None = None
-    update: str = ""
 
     @cached_property
     def ends(self) -> IntArray:

@@ -81,7 +81,6 @@ class PreparedJob:
             mesh=(frozenset(mesh.sizes.items()), frozenset(mesh.axes.items())),
             prefetch=base.prefetch,
             muon=base.muon,
-            update=base.update,
             strategy=self.strategy,
             policy=self.policy,
         )
@@ -157,7 +156,7 @@ def prepare(
         else:
             stages = partition(chunks, made.stages, p.layers, weigh, ranks, most_layers)
         base = GRAPHS.graph(stages, source, recomputed_layers(job, stages))
-        base = replace(base, mesh=mesh, prefetch=p.ahead, muon=_muon(job, config), update=_update(job))
+        base = replace(base, mesh=mesh, prefetch=p.ahead, muon=_muon(job, config))
         if isinstance(made, DirectiveFile):
             strategy, name = made.directives, "directives"
         else:
@@ -238,12 +237,6 @@ def _muon(job: Job, config: ModelConfig) -> MuonOptimizer | None:
         message = "which of a captured module's matrices are embeddings is not known"
         raise job_error("optimizer.name", message, 'name = "adamw"', "adamw, sgd")
     return MuonOptimizer(o.ns_steps, o.tp_mode)
-
-
-def _update(job: Job) -> str:
-    """What an update does to its elements, by which measured ones are told apart."""
-    o = job.optimizer
-    return f"{o.name}{', clipped' if o.clip_norm > 0 else ''}{f', {o.offload} on the host' if o.offload else ''}"
 
 
 def dividing(job: Job, config: ModelConfig) -> list[Directive]:

@@ -36,7 +36,6 @@ class PlanStructure:
     mesh: object
     prefetch: int
     muon: MuonOptimizer | None
-    update: str
     strategy: tuple[object, ...]
     policy: PlanPolicy
 

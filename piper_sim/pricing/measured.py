@@ -6,24 +6,51 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from cost_models.profile.file import load_profile
 from cost_models.profile.pairs import KernelPair
 from cost_models.profile.profile import CostSource, Profile, ProfileCost, lookup
-from cost_models.profile.shapes import op_shapes
+from cost_models.profile.shapes import KernelShape, op_shapes
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
-from ir.graph.graph import GraphNode
+from ir.graph.graph import Graph, GraphNode, PerStepOp
 from ir.job import Job
 from ir.job.build import PreparedJob
 from piper_sim.folding import RankSpread
 
+T = TypeVar("T")
+NodeClass = tuple[GraphNode, str, KernelShape | None]
 _Key = tuple[int, str, str]  # stage, part, pass
 _PLAIN = f"{MessageKind.ALL_TO_ALL} "
 _CURVE = re.compile(r"([a-z_]+) (\d+)@(\d+)", re.ASCII)
 Price = Callable[[RankSpread], float]  # modelled seconds of a message in a group that lies so
+
+
+def classes_of(graph: Graph, job: Job) -> list[NodeClass]:
+    """Every node with the class and the sizes that a profile has it by.
+
+    A graph's updates are AdamW's that clip; no plan depends on the optimizer. What another one does, or the host, is a
+    class of its own.
+    """
+    o = job.optimizer
+    own = [*([o.name] if o.name == "sgd" else []), *(["unclipped"] if o.clip_norm == 0 else [])]
+    word = " ".join([*own, *([f"{o.offload} on the host"] if o.offload else [])])
+    named = zip(graph.nodes, node_classes(graph), op_shapes(graph), strict=True)
+    return [_updated(x, word) if x[0].kind is PerStepOp.UPDATE and word else x for x in named]
+
+
+def _updated(found: NodeClass, word: str) -> NodeClass:
+    n, name, shape = found
+    return n, f"{name} {word}", shape and replace(shape, family=f"{shape.family} {word}")
+
+
+def reclassed(graph: Graph, job: Job, found: Mapping[str, T]) -> dict[str, T]:
+    """What was found by the classes of a graph, by those of the job's."""
+    other = {c: name for c, (_, name, _) in zip(node_classes(graph), classes_of(graph, job), strict=True)}
+    return {other.get(name, name): x for name, x in found.items()}
 
 
 def profile_of(job: Job) -> Profile | None:
@@ -52,8 +79,7 @@ class MeasuredCosts:
         if profile is None:
             return None
         graph = prepared.plan().graph
-        named = zip(graph.nodes, node_classes(graph), op_shapes(graph), strict=True)
-        found = {_key(n): lookup(profile, c, shape) for n, c, shape in named if n.message is None}
+        found = {_key(n): lookup(profile, c, s) for n, c, s in classes_of(graph, prepared.job) if n.message is None}
         nodes = {key: got for key, got in found.items() if got is not None}
         return cls(nodes, profile, profile.host_s or 0.0)
 

@@ -6,12 +6,13 @@ import numpy as np
 
 from cost_models.profile.profile import CostSource, ProfileCost
 from ir.core.work import Message
-from ir.graph.classes import link_class, node_classes
+from ir.graph.classes import link_class
 from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.folding import RankSlot, RankSpread
 from piper_sim.folding.uses import CollectiveUse, message_of
 from piper_sim.pricing.costs import FIRST, KERNELS, CostModel
+from piper_sim.pricing.measured import classes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def sources(plan: Plan, model: CostModel) -> CostSources:
         return CostSources((), ("modelled",) * len(plan.shapes), False)
     found: dict[str, tuple[ProfileCost, int]] = {}
     words = ["modelled"] * len(plan.shapes)
-    names = node_classes(plan.graph)
+    names = tuple(name for _, name, _ in classes_of(plan.graph, model.job))
     pairs, counts = np.unique(plan.program * len(plan.shapes) + plan.shape, return_counts=True)
     for pair, times in zip(pairs.tolist(), counts.tolist(), strict=True):
         program, index = divmod(pair, len(plan.shapes))

@@ -6,12 +6,12 @@ from typing import Protocol
 
 from cost_models import DeviceHardware
 from cost_models.profile.profile import MeasuredCost, OpEntry, Profile, ProfileMachine
-from cost_models.profile.shapes import KernelShape, op_shapes
+from cost_models.profile.shapes import KernelShape
 from ir.core.errors import ErrorKind, PiperError
-from ir.graph.classes import node_classes
 from ir.job import Job, load_job
 from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
+from piper_sim.pricing.measured import classes_of, reclassed
 from piper_sim.pricing.prepare import prepare_priced
 from piper_sim.study.validate.samples import measured
 
@@ -69,9 +69,9 @@ class ProfileSamplesLike(Protocol):
 def shapes_of(sizes: Sequence[Size]) -> dict[str, KernelShape]:
     """By class: the family and sizes of every node that has them, over all sizes of a job."""
     out: dict[str, KernelShape] = {}
-    for _, plan in sizes:
-        named = zip(node_classes(plan.graph), op_shapes(plan.graph), strict=True)
-        out |= {name: shape for name, shape in named if shape is not None}
+    for prepared, plan in sizes:
+        named = classes_of(plan.graph, prepared.job)
+        out |= {name: shape for _, name, shape in named if shape is not None}
     return out
 
 
@@ -81,6 +81,8 @@ def profile_of(timed: ProfileSamplesLike, sizes: Sequence[Size], host_s: float |
     times = {name: measured(x) for one in timed.ops for name, x in one.items()}
     for pieces, recipes in zip(timed.pieces, timed.recipes, strict=True):
         times |= summed(pieces, recipes)
+    for prepared, plan in sizes:
+        times = reclassed(plan.graph, prepared.job, times)
     ops = {name: OpEntry(time, shape=shapes.get(name), alone=True) for name, time in times.items()}
     machine = ProfileMachine.here(timed.gpu, timed.gpus, timed.threads)
     links = {key: measured(x) for key, x in timed.links.items()}

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 from cost_models import DeviceHardware
 from cost_models.profile.profile import OpEntry, Profile
-from cost_models.profile.shapes import op_shapes
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.graph.classes import node_classes
 from ir.graph.graph import Graph, PerStepOp
 from ir.job.build import PreparedJob
 from piper_sim.folding.ground import RankPositions
 from piper_sim.pricing.costs import KERNELS, CostModel
+from piper_sim.pricing.measured import classes_of
 from piper_sim.study.calibrate.assemble import machine_of, total
 from piper_sim.study.calibrate.trace_events import FLAG, TraceFile, TraceRange, read_trace_file
 from piper_sim.study.calibrate.trace_links import link_times
@@ -97,7 +96,7 @@ def read_kineto(paths: Sequence[str], prepared: PreparedJob, hardware: DeviceHar
     names = TraceNames(graph)
     traces = [read_trace_file(path, names.read) for path in paths]
     weights = _weights(graph, prepared, hardware)
-    classes, shapes = node_classes(graph), op_shapes(graph)
+    _, classes, shapes = zip(*classes_of(graph, prepared.job), strict=True)
     pieces: Pieces = defaultdict(lambda: defaultdict(list))
     for t in traces:
         for (name, piece), seconds in _samples(t, names, prepared, weights, classes).items():

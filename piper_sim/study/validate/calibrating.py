@@ -12,6 +12,7 @@ from ir.job.cache import PLANS
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_digest
 from piper_sim.pricing.costs import CostModel
+from piper_sim.pricing.measured import reclassed
 from piper_sim.pricing.prepare import prepare_priced
 from piper_sim.study.planned import PlannedJob
 from piper_sim.study.validate.runs import MeasuredSteps, PlanExecutor, ran
@@ -63,7 +64,8 @@ def calibrate(
 def profile_from(r: MeasuredSteps, hardware: DeviceHardware, o: JobRunOptions, inline: bool) -> Profile:
     """What a run says of its ops and messages."""
     model = CostModel(r.prepared, hardware)
-    ops = {c: OpEntry(measured(x)) for c, x in node_samples(r, model, o.emulate).items()}
+    samples = reclassed(r.plan.graph, model.job, node_samples(r, model, o.emulate))
+    ops = {c: OpEntry(measured(x)) for c, x in samples.items()}
     links = {c: measured(x) for c, x in link_samples(r, model).items()}
     return Profile.of(ProfileMachine.here(), ops, links, host_seconds(r) if inline else None)
 

@@ -6,16 +6,15 @@ import pytest
 
 from cost_models import LinkFabric, message_seconds
 from cost_models.profile.profile import CostSource, MeasuredCost, OpEntry, Profile, ProfileMachine, lookup
-from cost_models.profile.shapes import op_shapes
 from ir.core.work import Message, MessageKind
-from ir.graph.classes import link_class, node_classes
+from ir.graph.classes import link_class
 from ir.graph.graph import PerStepOp
 from ir.job.build import PreparedJob
 from ir.job.load import job_from
 from ir.plan.plan import OpKind
 from piper_sim.folding import RankSpread
 from piper_sim.pricing.costs import CostModel
-from piper_sim.pricing.measured import MeasuredCosts
+from piper_sim.pricing.measured import MeasuredCosts, classes_of
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.sources import sources
 
@@ -40,10 +39,8 @@ def model_of(prepared: PreparedJob, profile: Profile) -> CostModel:
 def everything(prepared: PreparedJob, seconds: float, *, alone: bool = False) -> Profile:
     """Every op and message of a plan."""
     plan = prepared.plan()
-    shapes = zip(node_classes(plan.graph), op_shapes(plan.graph), strict=True)
-    ops = {
-        c: OpEntry(MeasuredCost(seconds, 0.1 * seconds, 9), shape=s, alone=alone) for c, s in shapes if s is not None
-    }
+    named = classes_of(plan.graph, prepared.job)
+    ops = {c: OpEntry(MeasuredCost(seconds, 0.1 * seconds, 9), shape=s, alone=alone) for _, c, s in named if s}
     plain = sources(plan, model_of(prepared, Profile(MACHINE, {"none 1": OpEntry(MeasuredCost(1.0, 0.0, 1))})))
     links = {r.name: MeasuredCost(seconds, 0.0, 9) for r in plain.rows if "/" not in r.name and "@" in r.name}
     return Profile.of(MACHINE, ops, links)
@@ -95,7 +92,7 @@ def test_an_update_that_does_something_else_was_not_measured(change: str) -> Non
     model = model_of(there, everything(here, 1e-3))
     assert model.measured.node(update) is None
     assert sum(model.node_shares(update)) == pytest.approx(sum(CostModel(there, model.hardware).node_shares(update)))
-    assert model_of(here, everything(here, 1e-3)).measured.node(update) is not None
+    assert model_of(there, everything(there, 1e-3)).measured.node(update) is not None
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -147,8 +144,7 @@ def test_a_measured_update_serves_other_lengths_of_sequence() -> None:
     prepared, longer = prepared_of(), prepared_of("model.seq_len=128")
     profile = everything(prepared, 1e-3)
     g = longer.plan().graph
-    named = zip(g.nodes, node_classes(g), op_shapes(g), strict=True)
-    found = {n.text(): lookup(profile, c, s) for n, c, s in named if s is not None}
+    found = {n.text(): lookup(profile, c, s) for n, c, s in classes_of(g, longer.job) if s is not None}
     updates = [f for text, f in found.items() if "UPDATE" in text]
     assert updates and all(f is not None and f.source is CostSource.MEASURED for f in updates)
     assert all(f is None for text, f in found.items() if "UPDATE" not in text), "one size makes no line"
