@@ -294,11 +294,13 @@ def unseen(line: Line, job: Table) -> Facts:
     """A run of a source that came when all constants stood: its GPU, model and framework by name."""
     if line["needs"]:
         return {"why": line["needs"]}
+    if "+" in line["recompute"]:
+        job["schedule"]["recompute"] = line["recompute"].split("+")
     told = facts()["unseen"]
     gpus, dp, mbs, mb, seq_len = ints(line, "gpus", "dp", "micro_batch", "microbatches", "seq_len")
     cluster = told["gpus"][line["gpu"]]
-    node = min(gpus, 64 if line["gpu"] == "GB200" else 8)  # GB200's racks of 72 have 64 in use
-    job["cluster"] = {**cluster, "gpus_per_node": node, "nodes": gpus // node}
+    whole = 64 if line["gpu"] == "GB200" else cluster.get("gpus_per_node", 8)  # GB200's racks of 72 have 64 in use
+    job["cluster"] = {**cluster, "gpus_per_node": (node := min(gpus, whole)), "nodes": gpus // node}
     model = told["models"].get(line["model"], {"config": line["model"]})
     job |= {"model": {**model, **job["model"]}, "costs": {}}
     if "mpt" in line["model"]:
@@ -307,8 +309,9 @@ def unseen(line: Line, job: Table) -> Facts:
         job[section] = {**job.get(section, {}), **keys}
     if counts := line["layers_per_stage"]:
         job["parallel"]["layers"] = [int(a) for a, n in (x.split("*") for x in counts.split()) for _ in range(int(n))]
-    rate = line["tokens_per_s_per_gpu"]
-    return {"seconds": dp * mbs * mb * seq_len / gpus / float(rate)} if rate else {}
+    rate, peak = line["tokens_per_s_per_gpu"], line.get("peak_GiB")
+    memory = {"memory": {FULLEST: float(peak) * GIB}} if peak else {}
+    return ({"seconds": dp * mbs * mb * seq_len / gpus / float(rate)} if rate else {}) | memory
 
 
 _ROWS: Mapping[str, Callable[[Line, Table], Facts]] = {
