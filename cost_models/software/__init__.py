@@ -43,11 +43,12 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     products. tied_apart: a tied weight's optimizer shards lie within each stage's replicas, not on both stages'; in
     memory alone. tp_overlap: what a job's `[costs] tp_overlap` is where it says nothing. async_tp: where that is off, a
     column-parallel linear's messages of backward run beside its products: its input's gradient beside the weights', its
-    input, gathered again, beside the input's. gather_on_demand: ZeRO-3 gathers weights where they are needed, whatever
-    `parallel.prefetch` says. zero3_network: share of the network's rate that such gathers, and the reductions beside
-    them, get. copies: rate, over that of elementwise kernels, at which gathered weights are copied out of one buffer,
-    and gradients into another (where these change their format, at that of casts); 0: nothing is copied. fp8_recipe:
-    goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors: see
+    input, gathered again, beside the input's. cp_ring: keys and values of context parallelism go around a ring beside
+    attention's pieces, where a job does not have its heads exchanged. gather_on_demand: ZeRO-3 gathers weights where
+    they are needed, whatever `parallel.prefetch` says. zero3_network: share of the network's rate that such gathers,
+    and the reductions beside them, get. copies: rate, over that of elementwise kernels, at which gathered weights are
+    copied out of one buffer, and gradients into another (where these change their format, at that of casts); 0: nothing
+    is copied. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors: see
     `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is from.
     """
 
@@ -62,6 +63,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     fresh_grads: bool = False
     tp_overlap: bool = False
     async_tp: bool = False
+    cp_ring: bool = False
     library_MiB: NonNegative = 0.0
     gemm_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     expert_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0

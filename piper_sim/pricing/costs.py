@@ -33,6 +33,7 @@ from ir.plan.plan import OpKind, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
 from piper_sim.folding.uses import CollectiveUse, joined, shape_axes, uses
 from piper_sim.pricing.copies import copy_seconds
+from piper_sim.pricing.cp_ring import around_ring, ring_messages
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
 from piper_sim.pricing.structure import (
     computed,
@@ -245,6 +246,9 @@ class CostModel:
                     experts += seconds
                 else:
                     out[axis] += seconds
+            if self.hardware.software.cp_ring and out[CostShare.CP] and ring_messages(n):
+                slowed, out[CostShare.CP] = around_ring(n.work, out[CostShare.CP], self.mesh.sizes["cp"], self.hardware)
+                out[own] += slowed
             if beside:
                 slowed, exposed = beside_products(n.work, beside, self.hardware)
                 out[own], out[CostShare.TP] = out[own] + slowed, out[CostShare.TP] + exposed
