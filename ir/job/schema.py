@@ -179,8 +179,10 @@ class JobCosts:
     """Where seconds come from. free: what is taken to cost none, for what-ifs. tp_overlap: messages of tensor
     parallelism run in pieces under the products beside them (Megatron's user buffers); left out: what the software
     does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing. deterministic: sums have one
-    order, as with Megatron's --deterministic-mode: attention's backward is slower. grouped_gemm: a rank's experts are
-    one grouped product; off: one expert after the other, as Megatron without --moe-grouped-gemm.
+    order, as with Megatron's --deterministic-mode: attention's backward is slower. portable_attention: its kernels are
+    written for any GPU (FlashAttention 2), not for this one (cuDNN, FlashAttention 3); left out: what the software
+    does. grouped_gemm: a rank's experts are one grouped product; off: one expert after the other, as Megatron without
+    --moe-grouped-gemm.
     """
 
     profile: Text | None = None
@@ -192,6 +194,7 @@ class JobCosts:
     stage_times: Mapping[str, object] | None = None
     free: tuple[Free, ...] = ()
     tp_overlap: bool | None = None
+    portable_attention: bool | None = None
     cuda_graphs: Annotated[str, words("none", "passes", "step", said="what CUDA graphs cover")] = "none"
     deterministic: bool = False
 

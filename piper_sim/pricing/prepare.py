@@ -37,8 +37,10 @@ def hardware_of(job: Job) -> DeviceHardware:
     software = job.costs.software and named_path(job.file, job.costs.software, (*frameworks(), GENERIC))
     try:
         hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides, own_keys(JobCluster))
-        fixed = job.costs.deterministic
-        hardware = structs.replace(hardware.in_training(), software=load_software(software), deterministic=fixed)
+        written, costs = load_software(software), job.costs
+        if costs.portable_attention is not None:
+            written = structs.replace(written, portable_attention=costs.portable_attention)
+        hardware = structs.replace(hardware.in_training(), software=written, deterministic=costs.deterministic)
         if hardware.software.fp8_recipe and "fp8_recipe" not in job.cluster.overrides:
             hardware = structs.replace(hardware, fp8_recipe=hardware.software.fp8_recipe)
         if (name := job.costs.dispatcher) is not None:
