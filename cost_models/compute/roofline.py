@@ -48,7 +48,20 @@ def kernel_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -
         once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
     elif arithmetic > 0.0:
         once = settled(once, min(arithmetic, memory), kernel.dtype, hw)
-    return kernel.count * max(once + hw.kernel_launch_us * 1e-6, hw.software.dispatch_us * 1e-6)
+    return kernel.count * dispatched(once + hw.kernel_launch_us * 1e-6, hw)
+
+
+def dispatched(seconds: Seconds, hw: DeviceHardware) -> Seconds:
+    """Seconds from one launch to the next: the longer of device and host, or both where a launch waits for its end.
+
+    >>> from cost_models.hardware import load_hardware
+    >>> round(1e6 * dispatched(1e-3, load_hardware("h100-sxm")))
+    1000
+    """
+    host = hw.software.dispatch_us * 1e-6
+    if not hw.blocking:
+        return max(seconds, host)
+    return seconds + max(host, 1e-6 * (hw.host_launch_us if hw.software.launch_us is None else hw.software.launch_us))
 
 
 def settled(larger: Seconds, smaller: Seconds, dtype: DType, hw: DeviceHardware) -> Seconds:

@@ -141,7 +141,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     slowest.
     software: the framework that runs on it, from `[costs] software`; dispatcher: what carries tokens to experts, from
     `[costs] dispatcher`, None: sorted once, deduplicated, on comm_sms; training: whether it is at the clocks of a long
-    run, not of a short burst, as for every job; deterministic: of `[costs]`; no keys of a hardware file.
+    run, not of a short burst, as for every job; deterministic, blocking: of `[costs]`; no keys of a hardware file.
     leaf_nodes: nodes under one leaf switch; null: all. oversubscription: a leaf's NICs together over its uplinks.
     """
 
@@ -194,6 +194,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     dispatcher: Annotated[ExpertDispatcher | None, HIDDEN] = None
     training: Annotated[bool, HIDDEN] = False
     deterministic: Annotated[bool, HIDDEN] = False
+    blocking: Annotated[bool, HIDDEN] = False
 
     def in_training(self) -> DeviceHardware:
         """The same device under the sustained load of a training run.

@@ -179,7 +179,8 @@ class JobCosts:
     """Where seconds come from. free: what is taken to cost none, for what-ifs. tp_overlap: messages of tensor
     parallelism run in pieces under the products beside them (Megatron's user buffers); left out: what the software
     does. cuda_graphs: passes: each op is launched as one; step: the host launches nothing. deterministic: sums have one
-    order, as with Megatron's --deterministic-mode: attention's backward is slower. portable_attention: its kernels are
+    order, as with Megatron's --deterministic-mode: attention's backward is slower. blocking_launches: each waits for
+    its kernel's end (CUDA_LAUNCH_BLOCKING=1), so the host's time comes on top. portable_attention: its kernels are
     written for any GPU (FlashAttention 2), not for this one (cuDNN, FlashAttention 3); left out: what the software
     does. grouped_gemm: a rank's experts are one grouped product; off: one expert after the other, as Megatron without
     --moe-grouped-gemm.
@@ -197,6 +198,7 @@ class JobCosts:
     portable_attention: bool | None = None
     cuda_graphs: Annotated[str, words("none", "passes", "step", said="what CUDA graphs cover")] = "none"
     deterministic: bool = False
+    blocking_launches: bool = False
 
 
 @dataclass(frozen=True)

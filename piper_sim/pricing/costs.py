@@ -20,6 +20,7 @@ from cost_models.compute.optimizer import (
     update,
     zero_grads,
 )
+from cost_models.compute.roofline import dispatched
 from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.profile import CostSource, Profile, ProfileCost
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
@@ -239,7 +240,7 @@ class CostModel:
             beside, experts = 0.0, 0.0
             for message in n.inline:
                 axis = CostShare.CP if "cp" in message.axes else CostShare.TP
-                seconds = max(self.message(message, (), seat), self.hardware.software.dispatch_us * 1e-6)
+                seconds = dispatched(self.message(message, (), seat), self.hardware)
                 if launched and runs_beside(n.kind, message):
                     beside += seconds
                 elif "etp" in message.axes:  # no user buffers of experts

@@ -40,7 +40,8 @@ def hardware_of(job: Job) -> DeviceHardware:
         written, costs = load_software(software), job.costs
         if costs.portable_attention is not None:
             written = structs.replace(written, portable_attention=costs.portable_attention)
-        hardware = structs.replace(hardware.in_training(), software=written, deterministic=costs.deterministic)
+        said = {"deterministic": costs.deterministic, "blocking": costs.blocking_launches}
+        hardware = structs.replace(hardware.in_training(), software=written, **said)
         if hardware.software.fp8_recipe and "fp8_recipe" not in job.cluster.overrides:
             hardware = structs.replace(hardware, fp8_recipe=hardware.software.fp8_recipe)
         if (name := job.costs.dispatcher) is not None:

@@ -48,7 +48,7 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
         "rated_W",
         "power_exponent",
     }
-    of_jobs = {"software", "dispatcher", "training", "deterministic"}
+    of_jobs = {"software", "dispatcher", "training", "deterministic", "blocking"}
     keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", *of_jobs}
     assert keys - optional <= set(hw.sources), "a value without a source"
     assert set(hw.sources) <= keys, "a source without a value"
