@@ -126,7 +126,8 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: GPUs in one scale-up (NVLink) domain. nvlink_GBps: one direction, one GPU, line rate.
     nvlink_few: rings of n GPUs of a node get 1 / (1 + nvlink_few / (n - 1)) of what endless ones get. nvlink_ramp_KiB:
     bytes that a collective of large chunks loses inside a node until it is under way.
-    nvlink_pair_GBps: between two given GPUs; null: nvlink_GBps. nvlink_sharp_efficiency: 0 where no switch reduces.
+    nvlink_pair_GBps: between two given GPUs; n of a node have n - 1 times that, where no switch joins them; null:
+    nvlink_GBps. nvlink_sharp_efficiency: 0 where no switch reduces.
     nic_Gbps: one direction, per GPU. *_latency_us: one low-latency hop. *_efficiency: busbw of a long ring / line rate.
     nic_congestion: all-gathers and reduce-scatters over n > 2 nodes get (2/n) to this power of what they get over two;
     0 where no hop of a ring is slower than the others.

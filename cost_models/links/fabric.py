@@ -284,12 +284,13 @@ def _bus(p: CollectiveProtocol, per_node: int, nodes: int, fabric: LinkFabric) -
     """Bytes/s through each rank of a ring: inside a node NVLink's; across nodes also that of the node's NICs together.
 
     `per_node` rings run side by side, each crossing at another member's NIC, so a node's NICs add up. Few GPUs of a
-    node reach less than many.
+    node reach less than many; where no switch joins them, only what their links to each other carry.
     """
+    linked = max(per_node - 1, 1) * fabric.pair
     if nodes == 1:
-        return fabric.node * p.intra_bandwidth / (1.0 + fabric.few / max(per_node - 1, 1))
+        return min(fabric.node / (1.0 + fabric.few / max(per_node - 1, 1)), linked) * p.intra_bandwidth
     nics = per_node * fabric.nic
-    return (min(fabric.node, nics) if per_node > 1 else nics) * p.inter_bandwidth
+    return (min(fabric.node, linked, nics) if per_node > 1 else nics) * p.inter_bandwidth
 
 
 def _call(p: CollectiveProtocol, fabric: LinkFabric, transfer: float, intra: int = 0, inter: int = 0) -> float:

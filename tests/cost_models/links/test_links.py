@@ -70,6 +70,19 @@ def test_a_pair_may_have_less_than_all_links() -> None:
     assert mi300x.pair == pytest.approx(mi300x.node / 7)
 
 
+def test_a_few_gpus_without_a_switch_have_only_their_links_to_each_other() -> None:
+    """Eight joined pairwise have all seven links, two have one; where a switch joins them, two have nearly as much."""
+    size, found = 2**32, {}
+    for name in ("mi300x", "h100-sxm"):
+        fabric = LinkFabric.of(load_hardware(name))
+        gathers = {n: Message(MessageKind.ALL_GATHER, size * n, ("tp",)) for n in (8, 4, 2)}
+        found[name] = [(n - 1) * size / message_seconds(m, n, n, fabric) / fabric.node for n, m in gathers.items()]
+        exchange = message_seconds(Message(MessageKind.ALL_TO_ALL, 2 * size, ("cp",)), 2, 2, fabric)
+        assert size / exchange == pytest.approx(found[name][2] * fabric.node, rel=0.05)
+    assert found["mi300x"] == pytest.approx([1, 3 / 7, 1 / 7], rel=0.05)
+    assert min(found["h100-sxm"]) > 0.6
+
+
 @pytest.mark.parametrize(
     "kind, nodes, per_node, intra, inter, calls",
     [
