@@ -51,7 +51,7 @@ def kernel_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -
     return kernel.count * dispatched(once + hw.kernel_launch_us * 1e-6, hw)
 
 
-def dispatched(seconds: Seconds, hw: DeviceHardware) -> Seconds:
+def dispatched(seconds: float, hw: DeviceHardware) -> float:
     """Seconds from one launch to the next: the longer of device and host, or both where a launch waits for its end.
 
     >>> from cost_models.hardware import load_hardware
