@@ -48,8 +48,9 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     they are needed, whatever `parallel.prefetch` says. zero3_network: share of the network's rate that such gathers,
     and the reductions beside them, get. copies: rate, over that of elementwise kernels, at which gathered weights are
     copied out of one buffer, and gradients into another (where these change their format, at that of casts); 0: nothing
-    is copied. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors: see
-    `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is from.
+    is copied. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors,
+    whole_logits: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is
+    from.
     """
 
     name: str = ""
@@ -78,13 +79,21 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     eager: bool = False
     op_by_op: bool = False
     keep_gathered: bool = False
+    whole_logits: bool = False
     sources: dict[str, str] = {}
 
     @property
     def style(self) -> KernelStyle:
         """What the framework keeps, for the model graph."""
         loss = self.loss or (TokenLossKind.PLAIN if self.eager else TokenLossKind.PARALLEL)
-        return KernelStyle(TokenLossKind(loss), self.eager, self.keep_gathered, self.loss_vectors, self.op_by_op)
+        return KernelStyle(
+            TokenLossKind(loss),
+            self.eager,
+            self.keep_gathered,
+            self.loss_vectors,
+            self.op_by_op,
+            whole_logits=self.whole_logits,
+        )
 
 
 def frameworks() -> tuple[str, ...]:

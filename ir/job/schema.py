@@ -182,8 +182,9 @@ class JobCosts:
     order, as with Megatron's --deterministic-mode: attention's backward is slower. blocking_launches: each waits for
     its kernel's end (CUDA_LAUNCH_BLOCKING=1), so the host's time comes on top. portable_attention: its kernels are
     written for any GPU (FlashAttention 2), not for this one (cuDNN, FlashAttention 3); left out: what the software
-    does. grouped_gemm: a rank's experts are one grouped product; off: one expert after the other, as Megatron without
-    --moe-grouped-gemm.
+    does. loss_parallel: tensor-parallel ranks have the loss of their own logits, and gather none; left out: what the
+    software does. grouped_gemm: a rank's experts are one grouped product; off: one expert after the other, as Megatron
+    without --moe-grouped-gemm.
     """
 
     profile: Text | None = None
@@ -196,6 +197,7 @@ class JobCosts:
     free: tuple[Free, ...] = ()
     tp_overlap: bool | None = None
     portable_attention: bool | None = None
+    loss_parallel: bool | None = None
     cuda_graphs: Annotated[str, words("none", "passes", "step", said="what CUDA graphs cover")] = "none"
     deterministic: bool = False
     blocking_launches: bool = False

@@ -102,7 +102,8 @@ class KernelStyle:
     sequence parallelism gathers stays for backward. loss_vectors: kernels around the loss with a number per token.
     op_by_op: RMSNorm (in fp32), rope, activations and dropout are the operations that transformers' code names, a
     kernel each or several, and what autograd saves of them stays.
-    grouped: a device's experts are one product, not one after the other.
+    grouped: a device's experts are one product, not one after the other. whole_logits: tensor-parallel ranks gather the
+    logits, and each has the loss of all of them.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
@@ -111,6 +112,7 @@ class KernelStyle:
     loss_vectors: int = 0
     op_by_op: bool = False
     grouped: bool = True
+    whole_logits: bool = False
 
 
 FUSED_STYLE = KernelStyle()

@@ -209,6 +209,7 @@ def _torch(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: int) 
         f["sequence_parallel"] = False if p.tp > 1 and not p.sequence_parallel else None  # older ones have no such key
         copies = p.dp_replicate if p.zero else dp
         shard = {"dp_shard": dp // copies, "dp_replicate": copies}
+        f |= {"whole_logits": True} if job.costs.loss_parallel is False and p.tp > 1 else {}
         if dp == copies and p.cp == 1 and p.tp * pp > 1:  # it then computes in the format of weights
             f["params"] = str(precision_of(job).activations)
         f |= {"etp": p.etp, "reshard": zero, **shard} if p.etp > 1 else {"reshard": zero, **shard}

@@ -55,7 +55,9 @@ def hardware_of(job: Job) -> DeviceHardware:
 
 def style_of(job: Job, hardware: DeviceHardware) -> KernelStyle:
     """How the job's framework writes its kernels, as far as the job does not say otherwise."""
-    return replace(hardware.software.style, grouped=job.costs.grouped_gemm)
+    style, divided = hardware.software.style, job.costs.loss_parallel
+    whole = style.whole_logits if divided is None else not divided
+    return replace(style, grouped=job.costs.grouped_gemm, whole_logits=whole)
 
 
 def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None = None) -> PreparedJob:

@@ -7,7 +7,7 @@ from ir.core.work import LOSS, Kernel, Message, MessageKind, Work
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
-from ir.workload.parts.region import all_reduce, enter
+from ir.workload.parts.region import all_reduce, enter, gather
 from ir.workload.parts.residual import normed, stats, written
 from ir.workload.setting import PartSetting, TokenLossKind
 
@@ -109,19 +109,26 @@ def skip(s: PartSetting) -> PartWork:
 
 
 def head(s: PartSetting) -> PartWork:
-    """Logits and cross entropy. Not in fp8; the loss in fp32. Three small all-reduces per token where it is divided."""
+    """Logits and cross entropy. Not in fp8; the loss in fp32. Three small all-reduces per token where it is divided.
+
+    Whole logits come from one gather, rank by rank, and are copied to lie token by token; of their gradient a rank
+    goes on with its own columns.
+    """
     c, h = s.config, s.config.hidden
     out = LinearKernel("lm_head", s.tokens, c.vocab // s.layout.tp, h, dtype=s.precision.activations)
-    loss = _cross_entropy(s, s.tokens * out.out)
-    exact = max(4, s.wide)
-    sums = tuple(all_reduce(Pass.F, s.tokens * exact) for _ in range(3)) if s.layout.tp > 1 else ()
+    divided = s.layout.tp > 1 and not s.style.whole_logits
+    read = s.tokens * (out.out if divided else c.vocab)
+    loss, exact = _cross_entropy(s, read), max(4, s.wide)
+    sums = tuple(all_reduce(Pass.F, s.tokens * exact) for _ in range(3)) if divided else ()
+    whole = read * s.wide if s.layout.tp > 1 and not divided else 0
+    joined = (_loss(s, "joined", 2 * whole),) if whole else ()
     gathered = s.tokens * h * s.wide if s.sp else 0
-    turned = s.style.loss is TokenLossKind.PARALLEL and exact == s.wide
-    cap, size = bool(c.form.logit_cap), s.tokens * out.out * s.wide
+    turned = s.style.loss is TokenLossKind.PARALLEL and exact == s.wide and not whole
+    cap, size = bool(c.form.logit_cap), read * s.wide
     moved = [_loss(s, "logits", n * size) for n in ((2, 3) if cap else (2, 2))] if _squeezed(s) else []
     kept = SavedBuffer("capped", size if cap and s.style.loss is not TokenLossKind.FUSED else 0, Pass.I)
     return PartWork(
-        forward=(out.forward(s), *moved[:1], *loss.forward, *_vectors(s, s.tokens * exact)),
+        forward=(out.forward(s), *joined, *moved[:1], *loss.forward, *_vectors(s, s.tokens * exact)),
         input_grad=(*loss.backward, *moved[1:], out.input_grad(s)),
         weight_grad=k.weight_grad(s, out),
         out_bytes=s.tokens * exact,
@@ -132,9 +139,9 @@ def head(s: PartSetting) -> PartWork:
             *((kept,) if kept.bytes else ()),
         ),
         stash_bytes=0 if turned else k.stash(s, out),
-        inline=(*enter(s, h), *sums),
-        forward_workspace=loss.beside + gathered,
-        input_grad_workspace=gathered + loss.beside_back,
+        inline=(*enter(s, h), *sums, *(gather(whole) if whole else ())),
+        forward_workspace=max(loss.beside, 2 * whole) + gathered,
+        input_grad_workspace=gathered + loss.beside_back + whole,
         weight_grad_workspace=gathered,
         model_flops=2 * s.shape.tokens * h * c.vocab,
     )

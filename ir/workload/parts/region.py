@@ -67,5 +67,10 @@ def all_reduce(when: Pass, size: int) -> PartCollective:
     return _inline(when, MessageKind.ALL_REDUCE, size, "tp")
 
 
+def gather(size: int) -> tuple[PartCollective, ...]:
+    """What the tensor-parallel group's ranks made, brought together in forward; of its gradient each takes its part."""
+    return (_inline(Pass.F, MessageKind.ALL_GATHER, size, "tp"),)
+
+
 def _inline(when: Pass, kind: MessageKind, size: int, axis: str) -> PartCollective:
     return PartCollective(when, Message(kind, size, (axis,)))

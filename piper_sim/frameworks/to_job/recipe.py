@@ -161,6 +161,7 @@ def _costs(d: JobDraft, f: Facts) -> None:
     d.expect(fused or not f.get("softmax_fp32"), "softmax_fp32", "unfused softmaxes are in the compute format")
     d.put("costs", tp_overlap=f.get("tp_overlap") if f.get("tp", 1) > 1 else None)
     d.put("costs", deterministic=f.get("deterministic"))
+    d.put("costs", loss_parallel=False if f.get("whole_logits") and f.get("tp", 1) > 1 else None)
     graphs, scope = f.get("cuda_graphs"), [x for x in f.get("graph_scope") or () if x != "full_iteration"]
     if graphs not in (None, "none"):
         d.expect(not scope, "graph_scope", f"graphs cover whole passes, not {', '.join(map(str, scope))} alone")

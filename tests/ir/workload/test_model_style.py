@@ -3,7 +3,8 @@
 import pytest
 
 from cost_models.software import load_software
-from ir.core.work import DType
+from ir.core.ops import Pass
+from ir.core.work import DType, MessageKind
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.plan.text import plan_digest
@@ -80,6 +81,24 @@ def test_what_was_gathered_is_kept_whole():
     for part in ("attn", "mlp"):
         assert kept(1, part, whole, sp) - kept(1, part, plain, sp) == 2 * TOKENS * H * 7 // 8, part
         assert kept(1, part, whole, tp) == kept(1, part, plain, tp)
+
+
+@pytest.mark.parametrize("loss", list(TokenLossKind))
+def test_whole_logits_are_on_every_rank_and_come_by_one_message(loss):
+    tp = PartLayout(tp=4, sequence_parallel=True)
+    one, whole, divided = (
+        work(-1, "head", KernelStyle(loss, whole_logits=x), layout)
+        for x, layout in ((True, PartLayout()), (True, tp), (False, tp))
+    )
+    assert one == work(-1, "head", KernelStyle(loss)), "nothing to gather"
+    sent = [[m.message for m in w.inline if m.when is Pass.F] for w in (divided, whole)]
+    assert [m.kind for m in sent[0]] == [MessageKind.ALL_GATHER, *[MessageKind.ALL_REDUCE] * 3]
+    assert [m.bytes for m in sent[1]] == [2 * TOKENS * H, 2 * TOKENS * VOCAB]
+    kept_of = [next(x.bytes for x in w.saved if x.name == "softmax") for w in (one, whole, divided)]
+    assert kept_of[0] == kept_of[1] == 4 * kept_of[2]
+    # A rank's gradient is its own columns'; that of all words stands beside it before.
+    assert whole.input_grad_workspace - one.input_grad_workspace == 2 * TOKENS * (VOCAB + H)
+    assert whole.model_flops == divided.model_flops
 
 
 TABLE = {

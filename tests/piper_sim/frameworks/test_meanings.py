@@ -183,6 +183,15 @@ def test_torchtitan_mixes_formats_where_there_is_something_to_shard(
     assert made.read.job["precision"]["compute"] == compute
 
 
+def test_torchtitan_s_whole_logits_come_in_and_go_out(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node 8 -m torchtitan.train --model.flavor 8B --parallelism.disable_loss_parallel"
+    assert "loss_parallel" not in imported(tmp_path, text).job["costs"], "there is nothing to gather"
+    found = imported(tmp_path, f"{text} --parallelism.tensor_parallel_degree 2")
+    made = export_launch(prepare(job_from(found.job)), "torchtitan")
+    for job in (found.job, made.read.job):
+        assert job["costs"]["loss_parallel"] is False
+
+
 def test_an_export_to_torchtitan_computes_in_the_jobs_format() -> None:
     model, precision = {"config": "llama3-8b", "seq_len": 2048}, {"compute": "bf16", "params": "fp32"}
     made = export_launch(prepared(model=model, parallel={"tp": 8, "pp": 2}, precision=precision), "torchtitan")

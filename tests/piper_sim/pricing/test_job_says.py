@@ -26,6 +26,19 @@ def test_attention_s_kernels_are_the_job_s_choice(software: str) -> None:
     assert hardware(software=software) == (portable if software == "torchtitan" else own)
 
 
+@pytest.mark.parametrize(("software", "divided"), [("torchtitan", True), ("transformers", False)])
+def test_whole_logits_are_the_job_s_choice(software: str, divided: bool) -> None:
+    def said(**costs: object) -> tuple[float, int]:
+        table = {"model": {"config": "llama3-8b", "num_hidden_layers": 2, "seq_len": 4096}, "parallel": {"tp": 2}}
+        table |= {"cluster": {"gpu": "h100-sxm"}, "costs": {"software": software, **costs}}
+        found = predict(job_from(table)).to_dict()
+        return found["iteration_s"], found["memory"]["device_peak_bytes"]["0"]
+
+    own, other = said(loss_parallel=True), said(loss_parallel=False)
+    assert other[0] > own[0] and other[1] > own[1]
+    assert said() == (own if divided else other)
+
+
 def test_where_flash_attention_2_is_the_gpu_s_own_nothing_changes() -> None:
     seconds = {kernel_seconds(FLASH, hardware("a100-sxm-80gb", portable_attention=x)) for x in (False, True)}
     assert len(seconds) == 1
