@@ -115,7 +115,7 @@ def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
     there |= {"vp": d.job.get("schedule", {}).get("stages_per_rank", 1) > 1}
     there |= {"fp8": d.job.get("precision", {}).get("compute") == "fp8", "zero3": p.get("zero", 3) == 3}
     lacks = [k for k in e.only if not there[k]]
-    if e.list == UNDERSTOOD and e.said is not None and e.said != stated.get(e.fact):
+    if e.list == UNDERSTOOD and e.fact and e.said is not None and e.said != stated.get(e.fact):
         return replace(e, note="another argument says otherwise, and wins")
     if e.list == ASSUMED and lacks:
         return replace(e, list=UNDERSTOOD, note=f"nothing in a step depends on it: there is no {lacks[0]}")

@@ -192,6 +192,15 @@ def test_torchtitan_s_whole_logits_come_in_and_go_out(tmp_path: Path) -> None:
         assert job["costs"]["loss_parallel"] is False
 
 
+def test_torchtitan_s_unbalanced_parts_of_a_sequence_are_not_those_predicted(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node 8 -m torchtitan.train --model.flavor 8B"
+    parts = "--parallelism.context_parallel_load_balancer"
+    for cp, said, assumed in ((2, "headtail", False), (2, '""', True), (1, '""', False)):
+        found = imported(tmp_path, f"{text} --parallelism.context_parallel_degree {cp} {parts} {said}")
+        assert (parts in {a.argument.name for a in found.entries if a.list == ASSUMED}) is assumed, (cp, said)
+        assert not [a for a in found.entries if "another argument" in a.note], "each says another thing"
+
+
 def test_an_export_to_torchtitan_computes_in_the_jobs_format() -> None:
     model, precision = {"config": "llama3-8b", "seq_len": 2048}, {"compute": "bf16", "params": "fp32"}
     made = export_launch(prepared(model=model, parallel={"tp": 8, "pp": 2}, precision=precision), "torchtitan")
