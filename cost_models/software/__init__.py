@@ -49,8 +49,8 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     and the reductions beside them, get. copies: rate, over that of elementwise kernels, at which gathered weights are
     copied out of one buffer, and gradients into another (where these change their format, at that of casts); 0: nothing
     is copied. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors,
-    whole_logits: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: constant -> where it is
-    from.
+    whole_logits, stops_early: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: where each
+    constant is from.
     """
 
     name: str = ""
@@ -80,6 +80,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     op_by_op: bool = False
     keep_gathered: bool = False
     whole_logits: bool = False
+    stops_early: bool = False
     sources: dict[str, str] = {}
 
     @property
@@ -93,6 +94,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
             self.loss_vectors,
             self.op_by_op,
             whole_logits=self.whole_logits,
+            stops_early=self.stops_early,
         )
 
 

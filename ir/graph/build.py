@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ir.core.ops import Pass
-from ir.core.work import Message, MessageKind, Work
+from ir.core.work import KernelKind, Message, MessageKind, Work
 from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode, PerStepOp
 from ir.graph.recompute import RecomputedLayers
 from ir.workload.part import ENCODER, Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer
@@ -184,7 +184,7 @@ class PartPasses:
 
     def __init__(self, recompute: RecomputedLayers) -> None:
         self.recompute = recompute
-        self._how: dict[str, tuple[bool, frozenset[str]]] = {}
+        self._how: dict[str, tuple[bool, bool, frozenset[str]]] = {}
         self._known: dict[tuple[object, ...], tuple[PartWork, _Done]] = {}
 
     def fill(self, node: GraphNode, e: PlacedPart, w: PartWork, grads: tuple[int, ...]) -> GraphNode:
@@ -194,7 +194,9 @@ class PartPasses:
         """
         how = self._how.get(node.part)
         if how is None:
-            how = self._how[node.part] = self.recompute.whole(e.chunk, e.part.name), self.recompute.of(e.chunk)
+            again, name = self.recompute, e.part.name
+            how = again.whole(e.chunk, name), again.ends_early(e.chunk, name), again.of(e.chunk)
+            self._how[node.part] = how
         key = id(w), node.kind, grads, how  # equal parts share one work, which is kept here
         known = self._known.get(key)
         if known is None:
@@ -205,7 +207,9 @@ class PartPasses:
 _Done = tuple[Work, tuple[Message, ...], tuple[Buffer, ...], int]
 
 
-def _done(kind: Pass | PerStepOp, w: PartWork, grads: tuple[int, ...], whole: bool, options: frozenset[str]) -> _Done:
+def _done(
+    kind: Pass | PerStepOp, w: PartWork, grads: tuple[int, ...], whole: bool, early: bool, options: frozenset[str]
+) -> _Done:
     """Work, inline messages, buffers and workspace of a pass."""
     fine = tuple(s for s in w.saved if not options.isdisjoint(s.recompute))
     inline = tuple(x.message for x in w.inline if x.when is kind)
@@ -213,6 +217,10 @@ def _done(kind: Pass | PerStepOp, w: PartWork, grads: tuple[int, ...], whole: bo
         case Pass.F:
             kept = () if whole else tuple(s for s in w.saved if s not in fine)
             return w.forward, inline, _outputs(w.out_bytes, kept), w.forward_workspace
+        case Pass.R if whole and early and (at := _last_product(w)):
+            came = _forward(w)
+            sums = bool(came) and came[-1].axes == ("tp",) and came[-1].kind in SUMS
+            return w.forward[:at], came[:-1] if sums else came, _outputs(0, w.saved), w.forward_workspace
         case Pass.R if whole:
             return w.forward, _forward(w), _outputs(w.out_bytes, w.saved), w.forward_workspace
         case Pass.R:
@@ -228,6 +236,16 @@ def _done(kind: Pass | PerStepOp, w: PartWork, grads: tuple[int, ...], whole: bo
             return w.weight_grad, inline, dw, w.weight_grad_workspace
         case _:
             raise AssertionError(kind)
+
+
+DOWN = "down_proj"
+SUMS = (MessageKind.REDUCE_SCATTER, MessageKind.ALL_REDUCE)  # of a row-parallel linear's output
+
+
+def _last_product(w: PartWork) -> int:
+    """Where a dense layer's last product stands among its part's kernels; 0: it is none. Experts' output is read."""
+    found = [i for i, k in enumerate(w.forward) if k.kind is KernelKind.GEMM and k.label == DOWN]
+    return found[-1] if found else 0
 
 
 def _forward(w: PartWork) -> tuple[Message, ...]:

@@ -15,7 +15,8 @@ WHOLE = {
 
 @dataclass(frozen=True, slots=True)
 class RecomputedLayers:
-    """Options, and the decoder layers they are true of; None: all, and the modules behind them.
+    """Options, and the decoder layers they are true of; None: all, and the modules behind them. early: whole layers run
+    again up to the last value that backward reads, as by torch's checkpoint, and not to their end.
 
     >>> half = RecomputedLayers(frozenset({"full"}), frozenset({1, 3}))
     >>> sorted(half.of(Chunk("l1", (), {"L": 1}))), sorted(half.of(Chunk("l2", (), {"L": 2})))
@@ -24,10 +25,15 @@ class RecomputedLayers:
 
     options: frozenset[str] = frozenset()
     layers: frozenset[int] | None = None
+    early: bool = False
 
     def of(self, chunk: Chunk) -> frozenset[str]:
         """The options that a chunk has."""
         return self.options if self.layers is None or chunk.tags.get("L") in self.layers else frozenset()
+
+    def ends_early(self, chunk: Chunk, part: str) -> bool:
+        """Whether a part that runs again leaves its last product out: nobody reads what a layer hands on."""
+        return self.early and chunk.parts[-1].name == part
 
     def whole(self, chunk: Chunk, part: str) -> bool:
         """Whether the whole forward of a chunk's part runs again."""

@@ -155,7 +155,8 @@ def prepare(
             stages = laid_out(chunks, _layout(job, made.stages))
         else:
             stages = partition(chunks, made.stages, p.layers, weigh, ranks, most_layers)
-        base = GRAPHS.graph(stages, source, recomputed_layers(job, stages))
+        again = replace(recomputed_layers(job, stages), early=style.stops_early)
+        base = GRAPHS.graph(stages, source, again)
         base = replace(base, mesh=mesh, prefetch=p.ahead, muon=_muon(job, config))
         if isinstance(made, DirectiveFile):
             strategy, name = made.directives, "directives"

@@ -103,7 +103,8 @@ class KernelStyle:
     op_by_op: RMSNorm (in fp32), rope, activations and dropout are the operations that transformers' code names, a
     kernel each or several, and what autograd saves of them stays.
     grouped: a device's experts are one product, not one after the other. whole_logits: tensor-parallel ranks gather the
-    logits, and each has the loss of all of them.
+    logits, and each has the loss of all of them. stops_early: a layer that is recomputed is so up to the last value
+    that backward reads, without its last product.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
@@ -113,6 +114,7 @@ class KernelStyle:
     op_by_op: bool = False
     grouped: bool = True
     whole_logits: bool = False
+    stops_early: bool = False
 
 
 FUSED_STYLE = KernelStyle()

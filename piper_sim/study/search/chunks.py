@@ -135,7 +135,7 @@ def _small(job: Job, model: JobModel, mesh: Mesh, kept: Sequence[Chunk], hardwar
     shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
     style = style_of(job, hardware)
     source = model.source(shape, precision_of(job), style)
-    base = model_graph([(c,) for c in kept], source, RecomputedLayers(recompute_options(job)))
+    base = model_graph([(c,) for c in kept], source, RecomputedLayers(recompute_options(job), early=style.stops_early))
     base = replace(base, mesh=mesh, prefetch=job.parallel.ahead)
     n = len(kept)
     made = build("looped-bfs" if n > 1 else "gpipe", 1, 1, n)
