@@ -8,6 +8,7 @@ import pytest
 
 from cost_models.software import load_software
 from ir.core.order import FloatArray
+from ir.core.work import MessageKind
 from ir.job import load_job
 from ir.plan.plan import OpKind, Plan
 from ir.plan.text import plan_digest
@@ -69,6 +70,26 @@ def test_each_byte_that_travels_is_copied_once(zero: int, reductions: int, gathe
     whole = 4 * LAYER + 2 * ENDS + 4096
     into, out = 6 * whole / HBM / CASTS, 4 * whole / HBM / 0.9
     assert added.sum() == pytest.approx(reductions * into + gathers * out, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name, pp", [("1f1b", 1), ("gpipe", 4), ("interleaved-1f1b", 2), ("zbv", 2), ("zb1p", 4),
+                                      ("dualpipe", 4), ("dualpipev", 2)])  # fmt: skip
+def test_a_rank_copies_what_it_gathers_and_reduces_and_nobody_elses(
+    name: str, pp: int, zero: int, without: Path
+) -> None:
+    """Counted op by op, rank by rank: as many seconds as its messages' bytes take."""
+    job = ("model.num_hidden_layers=8", f"schedule.name={name}", "schedule.microbatches=8", f"parallel.pp={pp}")
+    plan, added, _ = _added(without, *job, f"parallel.zero={zero}")
+    owed, paid = [0.0] * plan.programs, [0.0] * plan.programs
+    for i in range(len(plan)):
+        s, program = plan.shapes[int(plan.shape[i])], int(plan.program[i])
+        paid[program] += float(added[i])
+        if s.bucket and s.message is not None and s.message.kind is MessageKind.ALL_GATHER:
+            owed[program] += _moved(2 * s.message.bytes, 0.9)
+        elif s.bucket and s.message is not None and s.message.kind is MessageKind.REDUCE_SCATTER:
+            owed[program] += _moved(1.5 * s.message.bytes, CASTS)
+    assert min(owed) > 0 and paid == pytest.approx(owed, rel=1e-4)
 
 
 def test_casts_are_told_from_copies(without: Path) -> None:
