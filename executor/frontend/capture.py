@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from executor.frontend.aten import FORMATS
 from executor.frontend.measure import PartMeasure, PassMeasure, survey, without_values
 from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
-from executor.modules.user.divided import ModelShard
+from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.inline import MessageAxis, RankAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError, job_error
@@ -44,12 +44,15 @@ def capture(
     tp: int = 1,
     ep: int = 1,
     tp_plan: Mapping[str, str] | None = None,
+    cp: int = 1,
+    cp_heads: bool = False,
     compiled: bool = True,
 ) -> Json:
     """The module that `path/file.py:build` makes, as the object of a model.json. batch: sequences, tokens. tags: {"PP":
     "model.layers.*"}, where its layers are by module path; without them its code says so (`annotate`). tp: the ranks
     that share its linears, as `tp_plan` or its own plan has it; ep: that share the experts of each layer
-    (`tags["EP"]`). compiled: its kernels as a compiler fuses them; else one by one.
+    (`tags["EP"]`); cp: that share the tokens of each sequence, and, with cp_heads, attention's heads where all see all
+    tokens. compiled: its kernels as a compiler fuses them; else one by one.
     """
     size, length = batch
     if isinstance(reference, str):
@@ -62,10 +65,11 @@ def capture(
         torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
         given = partial(UserModel, build, dtype=None, tags=tags, batch=batch)
         axis, whole = MessageAxis(tp, "tp"), dict[str, PartMeasure]()
+        mine, others = (a if a.size > 1 else RankAxis() for a in (axis, MessageAxis(cp, "cp", axis.noted)))
         try:
-            model = given(shard=ModelShard(RankRegion(axis if tp > 1 else RankAxis()), tp_plan or {}, ep))
+            model = given(shard=ModelShard(RankRegion(mine, others, heads=cp_heads), tp_plan or {}, ep))
             found = describe(model, name, length, size, dtype, axis, compiled)
-            if tp > 1:
+            if tp * cp > 1:
                 whole = survey(given(), size, length)
         finally:
             torch.set_default_dtype(before)
@@ -77,7 +81,8 @@ def capture(
         piece = next((p for p in entry.get("pieces", ()) if p["name"] == part), entry)
         found["parts"][piece["part"]]["model_flops"] = flops
     divided = {"tp": tp, "cut": model.dims, "partly": model.partly} if tp > 1 else {}
-    return {**found, **divided, **({"ep": ep} if ep > 1 else {})}
+    shared = {"cp": cp, "cp_heads": cp_heads} if cp > 1 else {}
+    return {**found, **divided, **shared, **({"ep": ep} if ep > 1 else {})}
 
 
 def _built_without_values(build: object) -> object:
@@ -111,12 +116,13 @@ def describe(
 ) -> Json:
     """A model in chunks, measured; inside `without_values`. Raises PiperError for what the file cannot say.
 
-    axis: notes what tensor-parallel ranks exchange.
+    axis: notes what ranks exchange that share its work.
     """
+    some = seq_len // (model.divides if isinstance(model, UserModel) else 1)
     found = survey(model, microbatch_size, seq_len, axis=axis)
     built = model.build(model.chunks)
     units = {c: [u for u in built.units if u.partition(".")[0] == c] for c in model.chunks}
-    hidden = _width(name, [(u[-1], found[u[-1]]) for u in units.values()], (microbatch_size, seq_len), TORCH[dtype])
+    hidden = _width(name, [(u[-1], found[u[-1]]) for u in units.values()], (microbatch_size, some), TORCH[dtype])
     after = {a: found[units[b][0]].keeps[:1] for a, b in zip(model.chunks, model.chunks[1:], strict=False)}
     parts: dict[str, Json] = {}
     chunks: list[Json] = []
@@ -241,7 +247,8 @@ def _pass(p: PassMeasure, compiled: bool) -> Json:
         }
         for k, n in counted.items()
     ]
-    messages = [{"kind": str(m.kind), "bytes": m.bytes} for m in p.messages]
+    axes = [{} if m.axes == ("tp",) else {"axis": m.axes[0]} for m in p.messages]
+    messages = [{"kind": str(m.kind), "bytes": m.bytes, **a} for m, a in zip(p.messages, axes, strict=True)]
     return {"workspace_bytes": p.workspace, "kernels": rows, **({"messages": messages} if messages else {})}
 
 
@@ -275,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=[str(d) for d in FORMATS.values()])
     parser.add_argument("--pp", metavar="PATTERN", help='module paths of the layers, "model.layers.*"')
     parser.add_argument("--tp", type=int, default=1, help="ranks that share its linears, as its own tp_plan has it")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share the tokens of each sequence")
+    parser.add_argument("--cp-heads", action="store_true", help="they share attention's heads, too: an all-to-all each")
     parser.add_argument("--experts", metavar="PATTERN", help='module paths of experts, "model.layers.*.mlp.experts"')
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of a layer")
     parser.add_argument("--eager", action="store_true", help="kernels one by one, not as a compiler fuses them")
@@ -290,6 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tags={t: p for t, p in (("PP", args.pp), ("EP", args.experts)) if p} or None,
             tp=args.tp,
             ep=args.ep,
+            cp=args.cp,
+            cp_heads=args.cp_heads,
             compiled=not args.eager,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")

@@ -17,10 +17,11 @@ from executor.autograd.split import SplitPass
 from executor.device.device import on_host
 from executor.frontend.fuse import fused
 from executor.frontend.storages import PassCalls, StorageKernels
-from executor.modules.attention.attend import forget_masks
+from executor.modules.attention.attend import forget_masks, kept_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import BuiltChunks, Model, example_extra, wiring
 from executor.modules.user.annotate import model_error
+from executor.modules.user.model import UserModel
 from executor.modules.user.routed import balanced
 from executor.parallel.inline import MessageAxis
 from ir.core.work import Message, Work
@@ -83,7 +84,7 @@ def measure(
     messages: asked for those noted since it was last asked.
     """
     plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))  # attributes, no buffers
-    given = [*weights.values(), *module.buffers(), *plain, *(e for e in extras if isinstance(e, Tensor))]
+    given = [*weights.values(), *module.buffers(), *plain, *kept_masks(), *(e for e in extras if isinstance(e, Tensor))]
     with StorageKernels(given) as t:
         due = set[int]()  # what W hands out
         run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])))
@@ -208,6 +209,10 @@ def survey(
         forget_tables()
         forget_masks()
         with _blaming(unit):
+            if isinstance(model, UserModel) and model.divides > 1:  # so that the masks of all layers are there
+                with torch.no_grad():
+                    module(*(torch.ones(s, dtype=d, device="cpu") for s, d in inputs), *extras)
+                take[0]() if take else None
             found[unit] = measure(module, inputs, extras, weights, *take)
         shapes[unit] = found[unit].shapes
         shapes |= {p: tuple(shapes[unit][k] for k in at) for p, at in built.ports.get(unit, {}).items()}

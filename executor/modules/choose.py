@@ -11,7 +11,7 @@ from executor.modules.decoder import DecoderModel
 from executor.modules.hub_weights import HubCheckpoint, biases
 from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
-from executor.modules.user.divided import ModelShard
+from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.expert_all_to_all import ExpertGroup
 from executor.parallel.inline import RankRegion

@@ -72,7 +72,7 @@ def places(graph: fx.Graph) -> Places:
     """The shapes of a graph's values, and the numbers they are made with."""
     out: dict[tuple[str, str], list[tuple[Shape | None, Numbers]]] = defaultdict(list)
     for node, place in _placed(graph, ()):
-        out[place].append((_shape(node), _numbers(node)))
+        out[place].append((shape_of(node), numbers_of(node)))
     return out
 
 
@@ -88,11 +88,11 @@ def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Shar
     for node, place in _placed(graph, apart):
         if counts[place] != len(whole.get(place, ())):
             return ShardMismatch(node, OTHERWISE)
-        here, (there, numbers) = _shape(node), next(left[place])
-        if _numbers(node) != numbers:
+        here, (there, numbers) = shape_of(node), next(left[place])
+        if numbers_of(node) != numbers:
             return ShardMismatch(node, COUNTED)
         divided = any(x in dims or x in several for x in node.all_input_nodes)
-        if _reads_along(node, dims):
+        if reads_along(node, dims):
             return ShardMismatch(node, ALONG_IT)
         if here is None or there is None:
             several |= {node} if divided else set()
@@ -106,7 +106,7 @@ def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Shar
         if len(here) != len(there) or len(found) > 1:
             return ShardMismatch(node, CUT)
         if found:
-            repeats = _repeats(node, found[0], dims, before, there[found[0]] // here[found[0]])
+            repeats = repeats_of(node, found[0], dims, before, there[found[0]] // here[found[0]])
             if repeats is None:
                 return ShardMismatch(node, CUT)
             dims[node] = found[0], repeats
@@ -128,19 +128,20 @@ def module_of(node: fx.Node) -> str:
     return next((str(path) for path, _ in reversed(list(stack.values())) if path), "")
 
 
-def _shape(node: Any) -> Shape | None:
+def shape_of(node: Any) -> Shape | None:
+    """Of the tensor that a node is; None for several, and for what is no node."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return tuple(map(int, value.shape)) if isinstance(value, Tensor) else None
 
 
-def _numbers(node: fx.Node) -> Numbers:
+def numbers_of(node: fx.Node) -> Numbers:
     """What a call is given beside values; whole numbers, which may be sizes, only where elements stay by themselves."""
     each = torch.Tag.pointwise in getattr(node.target, "tags", ())
     given = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) is float or (each and type(x) is int)]
     return tuple(given) if node.op == "call_function" else ()
 
 
-def _repeats(
+def repeats_of(
     node: fx.Node, dim: int, dims: Mapping[fx.Node, Stretches], whole: Mapping[fx.Node, Shape], ranks: int
 ) -> int | None:
     """How often each rank has a stretch of the dim that a node's value is divided along; None where that differs.
@@ -159,17 +160,18 @@ def _repeats(
     return found.pop() if len(found) == 1 else None if found else 1
 
 
-def _reads_along(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
+def reads_along(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
+    """Whether an op reads along the dim that one of its inputs is divided along, as far as `ALONG` knows it."""
     target: Any = node.target
     if target is aten.einsum.default:
-        return _summed(node, dims)
+        return sums_divided(node, dims)
     where = ALONG.get(target)
     if where is None:
         return False
     first = node.args[0]
     inputs = [x for x in (first if isinstance(first, list | tuple) else [first]) if isinstance(x, fx.Node)]
-    known = [(dims[x][0], shape) for x in inputs if x in dims and (shape := _shape(x)) is not None]
-    if not known or (node.target is aten.slice.Tensor and _shape(node) == known[0][1]):
+    known = [(dims[x][0], shape) for x in inputs if x in dims and (shape := shape_of(x)) is not None]
+    if not known or (node.target is aten.slice.Tensor and shape_of(node) == known[0][1]):
         return False
     along: Any = where
     if isinstance(where, int):
@@ -178,11 +180,11 @@ def _reads_along(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
     return any(dim in {a % len(shape) for a in along} for dim, shape in known)
 
 
-def _summed(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
+def sums_divided(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
     """Whether an einsum adds up what is divided.
 
     >>> graph = fx.Graph(); x = graph.placeholder("x")
-    >>> of = lambda how: _summed(graph.call_function(aten.einsum.default, (how, [x])), {x: (1, 1)})
+    >>> of = lambda how: sums_divided(graph.call_function(aten.einsum.default, (how, [x])), {x: (1, 1)})
     >>> of("ab->b"), of("ab -> a"), of("a...->a")
     (False, True, True)
     """

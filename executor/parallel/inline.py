@@ -120,14 +120,15 @@ class RankAxis:
 
 
 class MessageAxis(RankAxis):
-    """An axis of a rank that is alone: nothing moves, and what would is noted."""
+    """An axis of a rank that is alone: nothing moves, and what would is noted, in a list that axes may share."""
 
-    def __init__(self, size: int, axis: str) -> None:
+    def __init__(self, size: int, axis: str, noted: list[Message] | None = None) -> None:
         super().__init__(size, 0, axis)
-        self.noted: list[Message] = []
+        self.noted: list[Message] = [] if noted is None else noted
 
     def take(self) -> tuple[Message, ...]:
-        found, self.noted = tuple(self.noted), []
+        found = tuple(self.noted)
+        self.noted.clear()
         return found
 
     def _alone(self, kind: MessageKind, whole: Tensor) -> bool:

@@ -99,11 +99,12 @@ class CapturedModel:
     ) -> None:
         """Refuse a job of another shape, format or division than was captured, naming its key."""
         f = self.found
-        for axis in ("cp", "etp"):
-            if (size := getattr(layout, axis)) > 1:
-                raise self._refuse(f"parallel.{axis}", f"{axis} = {size}: a captured module is not cut inside", 1)
+        if layout.etp > 1:
+            raise self._refuse("parallel.etp", f"etp = {layout.etp}: a captured module's experts are not cut inside", 1)
         for key, given, wanted in (
             ("parallel.tp", layout.tp, f.tp),
+            ("parallel.cp", layout.cp, f.cp),
+            ("parallel.cp_comm", _cp_comm(layout.cp_heads), _cp_comm(f.cp_heads if f.cp > 1 else layout.cp_heads)),
             ("parallel.ep", layout.ep, f.ep),
             ("model.seq_len", shape.seq_len, f.seq_len),
             ("model.encoder_seq_len", shape.encoder_seq_len, 0),
@@ -143,8 +144,8 @@ class CapturedModelWork:
             # What the rest of the layer gives back of what it read, and the experts of their rows.
             past = {"router": x.past_bytes}.get(entry.part.name)
             found = replace(found, out_grad_bytes=past, handed=x.sent_bytes if entry.part.name == "experts" else None)
-        if entry.layout.tp == 1:
-            found = replace(found, inline=())
+        held = [c for c in found.inline if getattr(entry.layout, c.message.axes[0]) > 1]
+        found = replace(found, inline=tuple(held))
         return replace(found, weight_grad=self._added(found.weight_grad, entry))
 
     def _added(self, work: Work, entry: PlacedPart) -> Work:
@@ -183,7 +184,7 @@ class CapturedModelWork:
             input_grad_workspace=p.passes.I.workspace_bytes,
             weight_grad_workspace=p.passes.W.workspace_bytes,
             inline=tuple(
-                PartCollective(when, Message(m.kind, m.bytes, ("tp",))) for when, x in passes for m in x.messages
+                PartCollective(when, Message(m.kind, m.bytes, (m.axis,))) for when, x in passes for m in x.messages
             ),
             model_flops=sum(k.flops * k.count for k in p.passes.F.kernels) if p.model_flops is None else p.model_flops,
         )
@@ -204,6 +205,10 @@ class CapturedModelWork:
     def sync_bytes(self) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""
         return self.precision.reduce.bytes, self.precision.gather.bytes
+
+
+def _cp_comm(heads: bool) -> str:
+    return "all_to_all" if heads else "all_gather"
 
 
 def load_captured(path: str | Path) -> CapturedModel:

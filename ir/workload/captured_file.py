@@ -34,10 +34,11 @@ class _Kernel(Struct, frozen=True):
 
 
 class _Message(Struct, frozen=True):
-    """`messages[…]`: what ranks of a tensor-parallel group exchange inside a pass."""
+    """`messages[…]`: what ranks that share a part's work exchange inside a pass, over which axis of theirs."""
 
     kind: MessageKind
     bytes: Bytes
+    axis: Annotated[str, words("tp", "cp", said="axis")] = "tp"
 
 
 class CapturedPass(Struct, frozen=True):
@@ -125,7 +126,7 @@ class CapturedChunk(Struct, frozen=True):
 class CapturedModelFile(Struct, frozen=True):
     """The whole file. hidden: features per token at every seam. tp: the ranks that it was divided over, ep: that
     its experts were; cut: along which dim by tp, by name of the parameter; partly: parameters of whose gradient each of
-    these ranks has a part.
+    these ranks has a part. cp: the ranks that share the tokens of each sequence; cp_heads: and attention's heads.
     """
 
     format: Annotated[str, words(FORMAT, said="format")]
@@ -142,12 +143,14 @@ class CapturedModelFile(Struct, frozen=True):
     ep: Size = 1
     cut: dict[str, Length] = {}
     partly: tuple[str, ...] = ()
+    cp: Size = 1
+    cp_heads: bool = False
     compiled: bool = False
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of what one chunk hands to the next."""
-        return self.microbatch_size * self.seq_len * self.hidden * self.dtype.bytes
+        """Bytes of what one chunk hands to the next, on one rank."""
+        return self.microbatch_size * self.seq_len // self.cp * self.hidden * self.dtype.bytes
 
 
 def read_captured(path: Path) -> tuple[CapturedModelFile, str]:

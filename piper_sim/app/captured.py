@@ -7,9 +7,8 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
@@ -20,6 +19,17 @@ from ir.job.load import load_job as read_job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class _Division(NamedTuple):
+    """Over which ranks a module is divided, in the words of `executor.frontend.capture`."""
+
+    tp: int
+    ep: int
+    tp_plan: Mapping[str, str]
+    cp: int
+    cp_heads: bool
+
 
 CAPTURED = (DType.FP64, DType.FP32, DType.BF16, DType.FP16)
 
@@ -40,7 +50,8 @@ def with_graph(job: Job) -> Job:
     file, _, name = job.model.module.rpartition(":")
     reference = f"{named_path(job.file, file)}:{name}" if file else job.model.module
     size, dtype = job.schedule.microbatch_size, precision_of(job).params
-    shape, divided = (job.model.seq_len, size, dtype), (job.parallel.tp, job.parallel.ep, job.model.tp_plan)
+    p, shape = job.parallel, (job.model.seq_len, size, dtype)
+    divided = _Division(p.tp, p.ep, job.model.tp_plan, p.cp, p.layout.cp_heads)
     text = _captured(reference, shape, job.model.tags, divided)
     folder = Path(tempfile.gettempdir()) / f"piper-sim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -64,6 +75,8 @@ def capture(
     tp: int = 1,
     ep: int = 1,
     tp_plan: Mapping[str, str] | None = None,
+    cp: int = 1,
+    cp_comm: str = "all_gather",
     out: str | Path | None = None,
 ) -> str:
     """The text of a model.json: what a module computes and keeps, for `[model] graph`. out: a file that gets it, too.
@@ -71,14 +84,19 @@ def capture(
     model: the module, or "my_model.py:build". example: token ids (sequences, tokens) of one microbatch. tags: as
     {"PP": "model.layers.*"}, by module path, where its code has no `annotate`. dtype: what it is trained in. tp: the
     ranks that share its linears, as tp_plan says, or without one the module's own. ep: those that share each layer's
-    experts (tags["EP"]).
+    experts (tags["EP"]). cp: those that share the tokens of each sequence, of which example has all; cp_comm: what
+    attention sends for it, "all_gather" or "all_to_all", as `[parallel]` has it.
 
-    Raises PiperError (model): torch cannot export it; (missing_dependency): there is no torch.
+    Raises PiperError (model): torch cannot export it; (job): tokens do not divide; (missing_dependency): there is no
+    torch.
     """
+    if cp_comm not in (words := ("all_gather", "all_to_all")):
+        raise PiperError(ErrorKind.JOB, f"no such communication, {cp_comm!r}", key="cp_comm", allowed=", ".join(words))
     if DType(dtype) not in CAPTURED:
         raise PiperError(ErrorKind.MODEL, f"captured in {dtype}", key="dtype", allowed=", ".join(CAPTURED))
     size, length = example.shape
-    text = _captured(model, (int(length), int(size), DType(dtype)), tags or {}, (tp, ep, tp_plan or {}))
+    divided = _Division(tp, ep, tp_plan or {}, cp, cp_comm == "all_to_all")
+    text = _captured(model, (int(length), int(size), DType(dtype)), tags or {}, divided)
     if out is not None:
         Path(out).write_text(text, encoding="utf-8")
     return text
@@ -88,16 +106,15 @@ def _captured(
     reference: str | nn.Module,
     shape: tuple[int, int, DType],
     tags: Mapping[str, str],
-    divided: tuple[int, int, Mapping[str, str]],
+    divided: _Division,
 ) -> str:
-    """shape: tokens, sequences, format. divided: tp, ep, and the plan of tp."""
+    """shape: tokens, sequences, format."""
     try:
         from executor.frontend.capture import capture as taken
         from executor.frontend.capture import text
     except ModuleNotFoundError as error:
         message, fix = f"{reference} is captured by torch, which is not installed", "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="model.module", suggestion=fix) from error
-    (length, size, dtype), (tp, ep, plan) = shape, divided
-    take = partial(taken, reference, batch=(size, length), dtype=dtype)
-    found = take(tags=tags, tp=tp, ep=ep, tp_plan=plan)
+    length, size, dtype = shape
+    found = taken(reference, batch=(size, length), dtype=dtype, tags=tags, **divided._asdict())
     return text(found) + "\n"

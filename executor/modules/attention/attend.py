@@ -1,5 +1,6 @@
 """Attention of the reference modules, fused or with its scores stored."""
 
+import weakref
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import get_ident
@@ -18,6 +19,7 @@ LANES = 8  # a GPU's fused kernels want features in multiples of as many
 FLASH_FEATURES = 192  # of shared heads at most: some GPUs' flash kernel has no backward of more
 STRETCHES = 128  # in which attention in plain products works through its queries
 LEAST_QUERIES = 4
+_biases: list[weakref.ref[Tensor]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,12 @@ def forget_masks() -> None:
     """Whoever asks next makes them anew."""
     _mask.cache_clear()
     _bias.cache_clear()
+    _biases.clear()
+
+
+def kept_masks() -> list[Tensor]:
+    """Those that fused kernels are given, one for all layers and microbatches."""
+    return [t for ref in _biases if (t := ref()) is not None]
 
 
 def _added(q: Tensor, sight: AttentionMask) -> Tensor:
@@ -218,4 +226,6 @@ def _bias(
     length: int, sight: AttentionMask, dtype: torch.dtype, device: str, mode: FakeTensorMode | None, thread: int
 ) -> Tensor:
     hidden = _mask.__wrapped__(length, sight, device, mode, thread)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    made = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    _biases.append(weakref.ref(made))
+    return made

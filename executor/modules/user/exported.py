@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.attention import flag_causal, widen_values
-from executor.modules.user.divided import inside, refuse_divided_reads, regions
+from executor.modules.user.divided.linears import inside, refuse_divided_reads, regions
+from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
 from executor.modules.user.dropout import reseed
 from executor.modules.user.own_functions import call_functions, functions_kept
 from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
@@ -35,6 +36,7 @@ from ir.core.errors import PiperError, job_error, nearest
 
 EXPERTS = "EP"
 NONE_CUT: Mapping[int, int] = {}
+ALONE = RankRegion()
 Shapes = tuple[tuple[int, ...], ...]
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -46,17 +48,18 @@ def export_cut(
     tags: Mapping[str, str],
     size: int,
     length: int,
-    region: RankRegion | None = None,
+    region: RankRegion = ALONE,
     cut: Mapping[int, int] = NONE_CUT,
     seed: int = 0,
     whole: Places | None = None,
 ) -> ChunkedModel:
     """Cut at the modules that tags["PP"] matches, the n-th of them is chunk l<n>; forward takes `size` sequences of
     `length` tokens. Of what it returns, the first floating tensor of sequences, tokens and features is the logits.
-    region: the ranks among which parameters are divided; cut: these parameters, by id, and the
+    region: the ranks among which parameters are divided, and tokens; cut: these parameters, by id, and the
     dim of each. seed: of dropout. whole: `shapes_of` the module before it was divided.
 
-    Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known.
+    Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known; (job): tokens, or
+    heads, do not divide.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -71,6 +74,7 @@ def export_cut(
     ['embed', 'l0', 'l1']
     """
     _check_tags(module, tags)
+    some = _of_fewer_tokens(module, size, length, region) if region.cp.size > 1 else None
     root, assigned = _watched(module, size, length)
     if assigned:
         count_on(assigned)
@@ -81,20 +85,30 @@ def export_cut(
     if whole is not None:
         refuse_divided_reads(root, whole, inside(module))
     flag_causal(root)
+    attentions = [] if some is None else share_tokens(root, some, region, length)
     widen_values(root)
-    if reseed(graph, seed, size, length) and region is not None:
+    attend_to_all(root, attentions, region)
+    length //= region.cp.size
+    if reseed(graph, seed, size, length) and region.tp.size * region.cp.size > 1:
         message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
-        raise job_error("parallel.tp", message, fix, "1 with dropout")
+        raise job_error("parallel.tp" if region.tp.size > 1 else "parallel.cp", message, fix, "1 with dropout")
     at, layers = _layers(graph, tags[SEAM], made_again(module, graph))
     if not layers:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
     partly = frozenset[int]()
-    if region is not None:
+    if region.tp.size > 1:
         partly = regions(root, at, made_again(module, graph), cut, region)
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length))
     return replace(cut_at(module, root, graph, at, layers), partly=partly, idle=idle, loss=loss)
+
+
+def _of_fewer_tokens(module: nn.Module, size: int, length: int, region: RankRegion) -> fx.Graph:
+    """Its graph for as many tokens as a rank has."""
+    some = tokens_of_a_rank(length, region)
+    root, _ = _watched(copy_of(module), size, some)
+    return _tidied(module, root, (size, some))[0]
 
 
 def shapes_of(module: nn.Module, size: int, length: int) -> Places:

@@ -1,7 +1,6 @@
 """A user's own model: `[model] module = "my_model.py:build"`, cut at its annotations."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from math import prod
@@ -14,8 +13,8 @@ from torch import Tensor, fx, nn
 from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
-from executor.modules.user.annotate import cut, model_error
-from executor.modules.user.divided import ModelShard, divide
+from executor.modules.user.annotate import cut
+from executor.modules.user.divided.linears import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
 from executor.modules.user.own_functions import is_own
 from executor.modules.user.purity import (
@@ -40,7 +39,9 @@ from executor.modules.user.routed import (
     mark_experts,
     refuse_unlike_experts,
 )
+from executor.modules.user.trainable import refuse_training, unrepeatable
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
+from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import run_file
@@ -95,16 +96,17 @@ class UserModel:
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
         self.live = not tags  # its code runs as it stands, and may make tensors without saying where
         shard = shard or ModelShard()
-        divided = shard.region if shard.region.tp.size > 1 else None
-        if divided is not None and not tags:
-            message, fix = "annotated code is not divided over tp", 'tags = { PP = "model.layers.*" }'
-            raise job_error("parallel.tp", message, fix, "1 without tags")
+        divided = shard.region.tp.size > 1
+        for axis, ranks in (("tp", shard.region.tp), ("cp", shard.region.cp)):
+            if ranks.size > 1 and not tags:
+                message, fix = f"annotated code is not divided over {axis}", 'tags = { PP = "model.layers.*" }'
+                raise job_error(f"parallel.{axis}", message, fix, "1 without tags")
         with making():
             experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
         with TRACING, host_seeded(seed):
-            whole = None if divided is None else shapes_of(self.module, *batch)
+            whole = shapes_of(self.module, *batch) if divided else None
         with making():
-            self.dims = {} if divided is None else divide(self.module, shard.plan, divided)
+            self.dims = divide(self.module, shard.plan, shard.region) if divided else {}
         blank.refuse_made(self.module)
         self._stacked = {id(p): shard for part in experts for p in part.parameters()}
         self._names = {id(p): n for n, p in self.module.named_parameters()}
@@ -113,10 +115,11 @@ class UserModel:
         held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
         self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):
-            self._cut = export_cut(self.module, tags, *batch, divided, held, seed, whole) if tags else cut(self.module)
-        if self._cut.wants_draws and (divided is not None or experts):
+            given = (*batch, shard.region, held, seed, whole)
+            self._cut = export_cut(self.module, tags, *given) if tags else cut(self.module)
+        if self._cut.wants_draws and (divided or experts):
             allowed = "dropout of 0 where tp or experts divide a layer"
-            raise _cannot("dropout", allowed, "attention_dropout = 0, and the like")
+            raise unrepeatable("dropout", allowed, "attention_dropout = 0, and the like")
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
         self._batch = batch
         self._ep, self._region = shard.ep, shard.region
@@ -151,6 +154,11 @@ class UserModel:
         return tuple(self._cut.chunks)
 
     @property
+    def divides(self) -> int:
+        """Among how many ranks the tokens of a sequence are shared out."""
+        return self._region.divides
+
+    @property
     def reads_tokens(self) -> frozenset[str]:
         """Chunks behind the first that read the token ids themselves, not their shape alone."""
         return self._cut.wants_ids - self._cut.shape_only
@@ -183,7 +191,8 @@ class UserModel:
             if name in self._cut.shape_only:
                 unit = TokenShapeChunk(unit)
             if name == self.chunks[-1]:
-                unit, wants = TokenLoss(unit), (*wants, "labels", "scale")
+                shared = RankRegion(cp=self._region.cp)  # all tp ranks have all words
+                unit, wants = TokenLoss(unit, shared), (*wants, "labels", "scale")
             units[key], extras[key] = unit, wants
         given = {u: wants for u, wants in extras.items() if wants}
         kept = {n: params[n] for n in self.shapes if n in params}
@@ -238,29 +247,7 @@ class UserModel:
 
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
-        for name, module in self.module.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and self.live:
-                raise _cannot(f"{name} drops out", "dropout of a model cut by path", 'tags = { PP = "…" }')
-            if not self.live and (module._backward_hooks or module._backward_pre_hooks):
-                raise _cannot(f"{name} has a hook of its gradient", "an exported graph, without hooks", "leave it out")
-            if getattr(module, "track_running_stats", False):
-                raise _cannot(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
-        if self._cut.loss:
-            message, fix = f"forward returns a loss of its own ({self._cut.loss})", "output_router_logits = False, say"
-            raise model_error(message, fix, "logits: a run's loss is that of the next tokens", "model.module")
-        if frozen := [n for n, p in self.module.named_parameters() if not p.requires_grad]:
-            raise _cannot(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
-        if late := [n for n, p in self.module.named_parameters() if p._post_accumulate_grad_hooks]:
-            message, fix = f"{late[0]} has a hook behind its sum of gradients, which nobody would call", "leave it out"
-            raise model_error(message, fix, "Tensor.register_hook of a parameter", "model.module")
-        uses = Counter(id(p) for chunk in self._cut.chunks.values() for p in _read(chunk))
-        if twice := [n for n, p in self.module.named_parameters() if p._backward_hooks and uses[id(p)] > 1]:
-            message = f"{twice[0]} is read twice, and has a hook of its gradient, which would be called for each part"
-            fix, allowed = "an autograd.Function in its place", "hooks of parameters that are read once"
-            raise model_error(message, fix, allowed, "model.module")
-        if turned := [n for n, p in self.module.named_parameters() if p.is_complex()]:
-            message, fix = f"{turned[0]} is complex, which no optimizer here updates", "torch.view_as_complex(real)"
-            raise model_error(message, fix, "real parameters; buffers may be complex", "model.module")
+        refuse_training(self.module, self._cut, self.live)
 
     def refuse_impure(self, size: int, length: int) -> None:
         """Try forward, without values, on microbatches of `size` sequences of `length` tokens.
@@ -271,7 +258,9 @@ class UserModel:
             again = cut(self.module) if self.live else self._cut  # what was exported is code without a host
         for name, chunk in self._cut.chunks.items():
             if _code(chunk) != _code(again.chunks.get(name)):
-                raise _cannot(f"{name} is traced differently each time", "code without the clock or the host", "fix it")
+                raise unrepeatable(
+                    f"{name} is traced differently each time", "code without the clock or the host", "fix it"
+                )
         with TRACING:
             without_values(lambda: self._try(size, length, refuse_impure))
 
@@ -300,7 +289,7 @@ class UserModel:
                 bool(self._cut.wants_draws),
             )
         short = sum(prod(shape) for shape in self.shapes.values()) * ids.numel() <= MOST_PRODUCTS
-        if short and self._region.tp.size == 1 and not self._cut.wants_draws:
+        if short and self._region.tp.size * self._region.cp.size == 1 and not self._cut.wants_draws:
             self._fill(self.module)
             with TRACING:
                 refuse_unlike(
@@ -353,20 +342,6 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _code(chunk: nn.Module | None) -> str:
     """What a chunk calls, with its constants."""
     return str(chunk.graph) if isinstance(chunk, fx.GraphModule) else ""
-
-
-def _read(chunk: nn.Module) -> Iterator[nn.Parameter]:
-    """A chunk's parameters, each as often as it is read, as far as its graph says it."""
-    params = dict(chunk.named_parameters(remove_duplicate=False))
-    nodes = chunk.graph.nodes if isinstance(chunk, fx.GraphModule) else ()
-    held = [n for n in nodes if n.op == "get_attr" and n.target in params]
-    yield from (params[str(n.target)] for n in held for _ in n.users)
-    yield from (p for name, p in params.items() if name not in {n.target for n in held})
-
-
-def _cannot(what: str, allowed: str, fix: str) -> PiperError:
-    message = f"{what}, which no plan could repeat exactly"
-    return model_error(message, fix, allowed, "model.module")
 
 
 def load_callable(reference: str) -> object:

@@ -42,14 +42,15 @@ PLANS = [
 
 
 @lru_cache
-def _graph(name: str, tp: int = 1, ep: int = 0) -> str:
+def _graph(name: str, tp: int = 1, ep: int = 0, cp: int = 1, heads: bool = False) -> str:
     """Captured once. ep 0: with experts untagged."""
     folder = Path(tempfile.mkdtemp(prefix="piper-graph-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     reference = f"{hub_classes.__file__}:{name}"
     with quiet():
         tags = hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]}
-        found = capture(reference, batch=(SIZE, LENGTH), dtype=DType.FP64, tags=tags, tp=tp, ep=ep or 1)
+        divided: dict[str, Any] = {"tp": tp, "ep": ep or 1, "cp": cp, "cp_heads": heads}
+        found = capture(reference, batch=(SIZE, LENGTH), dtype=DType.FP64, tags=tags, **divided)
     (folder / "model.json").write_text(text(found))
     return str(folder / "model.json")
 
@@ -57,11 +58,12 @@ def _graph(name: str, tp: int = 1, ep: int = 0) -> str:
 def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     """The run's object, gradients of its last step and parameters behind it."""
     given = dict(s.split("=", 1) for s in sets)
-    tp, ep = int(given.get("parallel.tp", 1)), int(given.get("parallel.ep", 0))
+    tp, ep, cp = (int(given.get(f"parallel.{a}", n)) for a, n in (("tp", 1), ("ep", 0), ("cp", 1)))
+    heads = given.get("parallel.cp_comm") == "all_to_all"
     table = {
         "model": {
             "module": f"{hub_classes.__file__}:{name}",
-            "graph": _graph(name, tp, ep),
+            "graph": _graph(name, tp, ep, cp, heads),
             "tags": hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]},
             "seq_len": LENGTH,
         },

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from executor.frontend.capture import capture, text
 from executor.modules.user import routed
-from executor.modules.user.divided import ModelShard
+from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
 from ir.core.errors import PiperError
 from ir.core.work import DType

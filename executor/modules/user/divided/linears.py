@@ -38,7 +38,8 @@ _gathers = torch.library.custom_op(
     schema="(Tensor x, int size) -> Tensor",
 )
 _gathers.register_fake(lambda x, size: x.new_empty(*x.shape[:-1], x.shape[-1] * size))
-ENDS = {torch.ops.piper_sim.leave.default: leave, torch.ops.piper_sim.whole.default: None}
+LEAVE, FEATURES = torch.ops.piper_sim.leave.default, torch.ops.piper_sim.whole.default
+ENDS = {LEAVE: leave, FEATURES: None}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from executor.frontend.capture import capture, text
 from executor.modules.choose import model_of
-from executor.modules.user.divided import ModelShard
+from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
 from executor.parallel.inline import MessageAxis, RankRegion
 from executor.runtime import rank_model

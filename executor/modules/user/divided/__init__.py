@@ -1,0 +1,1 @@
+"""A user's module divided over ranks: its linears (tp), its tokens (cp)."""

@@ -1,0 +1,161 @@
+"""Context parallelism of a user's module: each rank computes some tokens of each sequence, and attention sees all keys.
+
+Forward is exported for whole sequences, and for as many tokens as a rank has. What depends on token ids takes its sizes
+from the second; all else (positions, rotary tables, masks, parameters) stays as it is for whole sequences, and a rank
+reads its tokens' stretches of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from executor.modules.attention.across import attend_across
+from executor.modules.user.divided.linears import FEATURES, LEAVE
+from executor.modules.user.routed import MARK
+from executor.modules.user.writes import storages, written
+from executor.parallel.divided_reads import ShardMismatch, module_of, shape_of
+from executor.parallel.inline import RankRegion, stretches
+from executor.parallel.token_reads import (
+    ATTENTION,
+    OTHERWISE,
+    Followed,
+    TokenDims,
+    follow_tokens,
+    mask_of,
+    sees_past_only,
+)
+from ir.core.errors import ErrorKind, PiperError, job_error
+
+ALLOWED = "ops of each token, and torch's scaled_dot_product_attention"
+
+
+def tokens_of_a_rank(length: int, region: RankRegion) -> int:
+    """How many tokens of sequences of `length` a rank has. Raises PiperError (job): they do not divide."""
+    by = 2 * region.cp.size  # the causal mask's work is even where each has two: the i-th, the i-th to last
+    if length % by:
+        message = f"cp = {region.cp.size} needs {by} equal stretches of each sequence, and seq_len = {length}"
+        raise job_error("parallel.cp", message, f"seq_len = {-(-length // by) * by}", f"a seq_len divisible by {by}")
+    return length // region.cp.size
+
+
+def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, length: int) -> list[fx.Node]:
+    """Make the graph of whole sequences that of a rank's tokens, as `short` is for as many. Returns the attentions that
+    are to see keys of all ranks.
+
+    Raises PiperError (model): something beside attention looks at other tokens, or may.
+    """
+    graph, whole, some = root.graph, _of_tokens(root.graph), _of_tokens(short)
+    pairs = dict(zip(whole, some, strict=False))
+    dims, wrong = follow_tokens(pairs, region.cp.size, length, CHECKS)
+    result = next(n for n in graph.nodes if n.op == "output").args[0]
+    wrong = _written_apart(graph, pairs) or wrong
+    if wrong is None and len(whole) != len(some):
+        wrong = ShardMismatch(whole[-1], OTHERWISE)
+    if wrong is None and dims.found.get(result) != (1, 1):
+        wrong = ShardMismatch(result, "has not this rank's tokens in its second dim")
+    if wrong is not None:
+        raise _refused(wrong)
+    for node, of in pairs.items():
+        node.meta["val"] = of.meta.get("val")
+        if node.op == "call_function" and node.target is not ATTENTION:
+            node.args, node.kwargs = _with_sizes(node, of)
+    for node in pairs:
+        _stretch_constants(graph, node, dims, region)
+    ids = whole[0]
+    with graph.inserting_after(ids):
+        own = graph.call_function(_stretched(1, region), (ids,))
+    own.meta = dict(ids.meta)
+    ids.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
+    return [n for n in pairs if n.target is ATTENTION and n.args[1] in dims.found]
+
+
+def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: RankRegion) -> None:
+    """Have these see the keys of all ranks. Raises PiperError (job): cp is to divide their heads, and does not."""
+    for node in attentions:
+        read: list[Any] = list(node.args[:3])
+        heads, size = read[1].meta["val"].shape[1], region.cp.size
+        if region.heads and heads % size:
+            message = f"cp = {size} does not divide the {heads} heads of keys in {module_of(node)}"
+            raise job_error("parallel.cp_comm", message, 'cp_comm = "all_gather"', "all_gather")
+        given = (mask_of(node), sees_past_only(node), node.kwargs.get("scale"))
+        with root.graph.inserting_before(node):
+            made = root.graph.call_function(_attention(region), (*read, *given))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        root.graph.erase_node(node)
+
+
+def _of_tokens(graph: fx.Graph) -> list[fx.Node]:
+    """The ids, and what depends on them, in order."""
+    ids = next(n for n in graph.nodes if n.op == "placeholder")
+    out = {ids: None}
+    for node in graph.nodes:
+        if node.op != "output" and any(x in out for x in node.all_input_nodes):
+            out[node] = None
+    return list(out)
+
+
+def _written_apart(graph: fx.Graph, pairs: Mapping[fx.Node, fx.Node]) -> ShardMismatch | None:
+    """What is made for whole sequences, and is written with what a rank has of them."""
+    base = storages(graph.nodes)
+    wrong = (n for n in pairs for t in written(n) if base[t] not in pairs)
+    return next((ShardMismatch(n, "writes what was made without tokens") for n in wrong), None)
+
+
+def _with_sizes(node: fx.Node, of: fx.Node) -> tuple[Any, Any]:
+    """A node's arguments with the numbers of another call."""
+    mine, form = tree_flatten((node.args, node.kwargs))
+    theirs, _ = tree_flatten((of.args, of.kwargs))
+    found: tuple[Any, Any] = tree_unflatten(
+        [x if isinstance(x, fx.Node) else y for x, y in zip(mine, theirs, strict=True)], form
+    )
+    return found
+
+
+def _stretch_constants(graph: fx.Graph, node: fx.Node, dims: TokenDims, region: RankRegion) -> None:
+    """Read this rank's stretches of what is there for whole sequences."""
+    for read in list(node.all_input_nodes):
+        if (dim := dims.entered.get((node, read))) is None:
+            continue
+        with graph.inserting_before(node):
+            part = graph.call_function(_stretched(dim, region), (read,))
+        value = read.meta["val"]
+        part.meta = {**node.meta, "val": value.narrow(dim, 0, value.shape[dim] // region.cp.size)}
+        node.replace_input_with(read, part)
+
+
+def _stretched(dim: int, region: RankRegion) -> Callable[[Tensor], Tensor]:
+    """What takes this rank's tokens, which lie along a dim."""
+
+    def own_tokens(x: Tensor) -> Tensor:
+        return stretches(x.movedim(dim, -1), region.cp.size, region.cp.index).movedim(-1, dim)
+
+    return own_tokens
+
+
+def _attention(region: RankRegion) -> Callable[..., Tensor]:
+    def attention_across(*given: Any) -> Tensor:
+        q, k, v, mask, causal, scale = given
+        return attend_across(q, k, v, mask, causal, scale, region)
+
+    return attention_across
+
+
+def _ends_on_tokens(node: fx.Node, dims: Followed) -> bool:
+    """Whether what tp's ranks gather is tokens."""
+    return any(dims[x][0] == len(shape_of(x) or ()) - 1 for x in dims)
+
+
+def _refused(wrong: ShardMismatch) -> PiperError:
+    node = wrong.node
+    message = f"{node.target} in {module_of(node) or 'forward'} {wrong.why}"
+    return PiperError(ErrorKind.MODEL, message, key="parallel.cp", allowed=ALLOWED, suggestion="cp = 1")
+
+
+CHECKS: Mapping[Any, Callable[[fx.Node, Followed], bool]] = {
+    MARK: lambda _, dims: any(dim for dim, _ in dims.values()),  # rows of tokens, each by itself
+    LEAVE: lambda *_: False,
+    FEATURES: _ends_on_tokens,
+}

@@ -1,0 +1,229 @@
+"""What a rank computes of some tokens of each sequence, held against whole sequences, value by value.
+
+Forward is there twice, for whole sequences and for as many tokens as a rank has. Of each value that depends on the
+token ids it is followed along which dim the ranks' tokens lie. An op is let pass where it is known to treat that dim
+element by element; attention alone sees across it. What is not known here is refused: a convolution gives shapes that
+look divided, too.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from executor.parallel.divided_reads import (
+    ALONG,
+    VIEWS,
+    Shape,
+    ShardMismatch,
+    Stretches,
+    numbers_of,
+    reads_along,
+    repeats_of,
+    shape_of,
+    sums_divided,
+)
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+MASK = 3  # where among attention's arguments its mask stands
+Followed = Mapping[fx.Node, Stretches]
+TokenCheck = Callable[[fx.Node, Followed], bool]
+
+# Besides what torch tags as pointwise: ops that move or make elements, and leave each dim's as they are.
+EACH = frozenset({
+    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default, aten.contiguous.default,
+    aten.detach.default, aten.alias.default, aten.copy_.default, aten.copy.default, aten.lift_fresh_copy.default,
+    aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.zeros_like.default,
+    aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_empty.default, aten.new_full.default, aten.fill_.Scalar, aten.zero_.default,
+    aten.expand.default, aten.expand_as.default, aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int,
+    aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor,
+    aten.permute.default, aten.t.default, aten.mT.default, aten.movedim.int, aten.swapaxes.default,
+    aten.swapdims.default, aten.stack.default, aten.one_hot.default, aten.dropout.default, aten.embedding.default,
+})  # fmt: skip
+# Ops that read along the dim they are given, beside those of `divided_reads`; group_norm reads along all that follow.
+AT_DIM = {aten.scatter.src: 1, aten.scatter.value: 1, aten.scatter_.src: 1, aten.scatter_.value: 1}
+AT_DIM |= {aten.scatter_add.default: 1, aten.index_add.default: 1}
+PRODUCTS = frozenset({
+    aten.matmul.default, aten.mm.default, aten.bmm.default, aten.linear.default, aten.addmm.default,
+    aten.baddbmm.default,
+})  # fmt: skip
+NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
+KNOWN = ALONG.keys() - PRODUCTS - NORMS - {ATTENTION, aten.group_norm.default}
+
+MIXED = "reads along the tokens of a sequence, of which a rank has some"
+UNKNOWN = "is not known to treat each token by itself"
+COUNTED = "is made of the number of tokens, of which a rank has some"
+OTHERWISE = "is called otherwise for sequences of another length"
+
+
+@dataclass
+class TokenDims:
+    """Along which dim of each value the tokens lie. ranks: that share them; length: of a whole sequence; checks: of
+    ops beside those known here, whether they read along it.
+    """
+
+    ranks: int
+    length: int
+    checks: Mapping[Any, TokenCheck]
+    found: dict[fx.Node, Stretches] = field(default_factory=dict)
+    several: dict[fx.Node, int] = field(default_factory=dict)  # nodes that give several values, with their repeats
+    entered: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)  # (reader, what is read) → its dim
+
+    def follow(self, node: fx.Node, short: fx.Node) -> str:
+        """A node of the graph of whole sequences, and the same of a rank's tokens. Returns what is wrong, if any is."""
+        if wrong := self._enter(node, short):
+            return wrong
+        reads = {x: self._at(node, x) for x in node.all_input_nodes}
+        dims = {x: at for x, at in reads.items() if at is not None}
+        split = [self.several[x] for x in node.all_input_nodes if x in self.several]
+        if _written_numbers(node) != _written_numbers(short):
+            return COUNTED
+        if wrong := "" if split else self._mixes(node, dims):
+            return wrong
+        return self._result(node, short, dims, split)
+
+    def _enter(self, node: fx.Node, short: fx.Node) -> str:
+        """What depends on no token is read whole, or in stretches: of one dim, that is as long as a sequence."""
+        pairs = zip(leaves(node), leaves(short), strict=False)
+        for x, y in pairs:
+            if not isinstance(x, fx.Node) or x in self.found or x in self.several or x is mask_of(node):
+                continue
+            there, here = shape_of(x), shape_of(y)
+            if there is None or here is None or there == here:
+                continue
+            differ = [i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
+            whole = len(here) == len(there) and len(differ) == 1 and there[differ[0]] == self.length
+            if not whole or here[differ[0]] * self.ranks != self.length:
+                return COUNTED
+            self.entered[node, x] = differ[0]
+        return ""
+
+    def _at(self, reader: fx.Node, read: fx.Node) -> Stretches | None:
+        dim = self.entered.get((reader, read))
+        return self.found.get(read) if dim is None else (dim, 1)
+
+    def _mixes(self, node: fx.Node, dims: Followed) -> str:
+        target: Any = node.target
+        if torch.Tag.pointwise in getattr(target, "tags", ()) or target in EACH or target in VIEWS:
+            return MIXED if target is aten.embedding.default and node.args[0] in dims else ""
+        if target in AT_DIM:
+            return MIXED if _at_dim(node, AT_DIM[target], dims) else ""
+        check = self.checks.get(target) or CHECKS.get(target) or (reads_along if target in KNOWN else None)
+        return UNKNOWN if check is None else MIXED if check(node, dims) else ""
+
+    def _result(self, node: fx.Node, short: fx.Node, dims: Followed, split: list[int]) -> str:
+        there, here = shape_of(node), shape_of(short)
+        if there is None or here is None:
+            repeats = {r for _, r in dims.values()}
+            if len(repeats) != 1:
+                return MIXED
+            self.several[node] = repeats.pop()
+            return ""
+        differ = [i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
+        if len(here) != len(there) or len(differ) != 1 or here[differ[0]] * self.ranks != there[differ[0]]:
+            return MIXED
+        known: Mapping[fx.Node, Shape] = {x: s for x in (node, *dims) if (s := shape_of(x)) is not None}
+        # A rank's tokens are two stretches of a sequence: a view that cuts each of these is none of them.
+        at = split[0] if split else repeats_of(node, differ[0], dims, known, 2 * self.ranks)
+        if at is None:
+            return MIXED
+        self.found[node] = differ[0], at
+        return ""
+
+
+def follow_tokens(
+    pairs: Mapping[fx.Node, fx.Node], ranks: int, length: int, checks: Mapping[Any, TokenCheck]
+) -> tuple[TokenDims, ShardMismatch | None]:
+    """pairs: of what depends on token ids, in order, nodes for whole sequences of `length` and for a rank's tokens, the
+    ids themselves first. Returns the dims, up to the first node that a rank cannot compute of its tokens alone.
+    """
+    dims = TokenDims(ranks, length, checks)
+    for k, (node, short) in enumerate(pairs.items()):
+        if not k:
+            dims.found[node] = (1, 1)
+        elif node.target != short.target:
+            return dims, ShardMismatch(node, OTHERWISE)
+        elif wrong := dims.follow(node, short):
+            return dims, ShardMismatch(node, wrong)
+    return dims, None
+
+
+def leaves(node: fx.Node) -> list[Any]:
+    """Arguments one by one, in an order that two calls of an op share."""
+    return tree_leaves((node.args, node.kwargs))
+
+
+def mask_of(node: fx.Node) -> Any:
+    """An attention's mask; None without one, and of any other node."""
+    if node.target is not ATTENTION:
+        return None
+    return node.args[MASK] if len(node.args) > MASK else node.kwargs.get("attn_mask")
+
+
+def _written_numbers(node: fx.Node) -> object:
+    """Numbers that values are made with, not shapes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return ()
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    filled = [given.get(name) for name in ("fill_value", "value")]
+    return numbers_of(node), [x for x in filled if not isinstance(x, fx.Node)]
+
+
+def _at_dim(node: fx.Node, where: int, dims: Followed) -> bool:
+    """Whether the dim that an op is given is that of the tokens, in any of what it reads."""
+    dim: Any = node.args[where] if len(node.args) > where else node.kwargs.get("dim")
+    return dim is None or any(dims[x][0] == dim % len(shape) for x in dims if (shape := shape_of(x)))
+
+
+def _contracts(node: fx.Node, dims: Followed) -> bool:
+    """Whether a product adds up what tokens have."""
+    a: Any
+    b: Any
+    a, b = node.args[-2:] if node.target in (aten.addmm.default, aten.baddbmm.default) else node.args[:2]
+    over = [(a, 1), (b, 1 if node.target is aten.linear.default else 2)]
+    return any(dims[x][0] == max(0, len(shape_of(x) or ()) - back) for x, back in over if x in dims)
+
+
+def _repeats(node: fx.Node, dims: Followed) -> bool:
+    """Whether tokens come again behind one another."""
+    times: Any = node.args[1]
+    return any(times[dims[x][0] - len(shape)] != 1 for x in dims if (shape := shape_of(x)))
+
+
+def _norms(node: fx.Node, dims: Followed) -> bool:
+    given: Any = node.args[1]
+    return any(dims[x][0] >= len(shape) - len(given) for x in dims if (shape := shape_of(x)))
+
+
+def _attends(node: fx.Node, dims: Followed) -> bool:
+    """All are (batch, heads, tokens, features); or keys and values are no tokens, and there is no mask."""
+    read: list[Any] = list(node.args[:3])
+    where = [dims.get(x) for x in read]
+    if mask_of(node) in dims or any(len(shape_of(x) or ()) != 4 for x in read):
+        return True
+    if where == [(2, 1)] * 3:
+        return False
+    alone = where[1:] == [None, None] and mask_of(node) is None and not sees_past_only(node)
+    return not (alone and where[0] == (2, 1))
+
+
+def sees_past_only(node: fx.Node) -> bool:
+    """Whether an attention's flag is set."""
+    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal"))
+
+
+CHECKS: Mapping[Any, TokenCheck] = {
+    **dict.fromkeys(PRODUCTS, _contracts),
+    **dict.fromkeys(NORMS, _norms),
+    aten.einsum.default: sums_divided,
+    aten.repeat.default: _repeats,
+    aten.index.Tensor: lambda node, dims: node.args[0] in dims,
+    aten.repeat_interleave.self_int: lambda node, _: len(node.args) < 3,  # a token's copies lie side by side
+    ATTENTION: _attends,
+}

@@ -1,0 +1,169 @@
+"""Modules whose sequences are shared out over context-parallel ranks: equal to the whole, or refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from executor.modules.user.divided import tokens
+from executor.parallel import token_reads
+from executor.parallel.inline import RankRegion
+from ir.core.errors import PiperError
+from ir.job import load_job
+from ir.job.build import prepare
+from tests.executor.frontend import class_runs as hub
+from tests.executor.frontend.divided.lockstep import far_apart
+from tests.executor.frontend.divided.token_ops import ACROSS, ALONE, Net, Op
+from tests.executor.frontend.models import more_classes
+
+IDS = torch.arange(32).view(2, 16) * 7 % 16
+
+
+def _net(*ops: Op) -> Net:
+    return Net(*ops)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_treats_tokens_by_themselves_is_the_same(name: str) -> None:
+    assert far_apart(lambda: _net(ALONE[name]), IDS, 2) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_looks_at_other_tokens_is_refused(name: str) -> None:
+    with pytest.raises(PiperError) as refused:
+        far_apart(lambda: _net(ACROSS[name]), IDS, 2)
+    assert refused.value.key == "parallel.cp" and "torch's scaled_dot_product_attention" in str(refused.value)
+
+
+def _equal_or_refused(names: list[tuple[str, bool]], shape: tuple[int, int], ranks: int, heads: bool) -> float | None:
+    """How far; None where it is refused."""
+    ops = [(ALONE if alone else ACROSS)[name] for name, alone in names]
+    ids = torch.arange(shape[0] * shape[1]).view(shape) * 7 % 16
+    try:
+        return far_apart(lambda: _net(*ops), ids, ranks, heads=heads)
+    except PiperError:
+        return None
+
+
+OPS = st.sampled_from([*((name, True) for name in ALONE), *((name, False) for name in ACROSS)])
+SHAPES = st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([4, 8, 16, 32]))  # as long as features, as heads
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(OPS, min_size=1, max_size=3), SHAPES, st.sampled_from([2, 4]), st.booleans())
+def test_drawn_layers_are_the_same_or_refused(
+    names: list[tuple[str, bool]], shape: tuple[int, int], ranks: int, heads: bool
+) -> None:
+    found = _equal_or_refused(names, shape, ranks, heads)
+    assert found is None or found <= 1e-11
+
+
+def _unstretched(dim: int, region: RankRegion) -> Callable[[Tensor], Tensor]:
+    """Equal parts of a sequence, in order: not the two stretches of it that a rank has."""
+    return lambda x: x.chunk(region.cp.size, dim)[region.cp.index] if x.is_floating_point() else own(dim, region)(x)
+
+
+own = tokens._stretched
+
+
+def test_positions_of_other_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_stretched", _unstretched)
+    assert far_apart(lambda: _net(ALONE["positions"]), IDS, 2) > 1e-2
+
+
+def test_an_op_taken_for_one_of_each_token_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(token_reads.CHECKS, torch.ops.aten.conv1d.default, lambda node, dims: False)
+    assert far_apart(lambda: _net(ACROSS["convolution"]), IDS, 2) > 1e-2
+
+
+def test_heads_that_do_not_divide_are_named() -> None:
+    with pytest.raises(PiperError, match="cp = 4 does not divide the 2 heads of keys in layers") as refused:
+        far_apart(lambda: _net(ALONE["causal"]), IDS, 4, heads=True)
+    assert refused.value.suggestion == 'cp_comm = "all_gather"'
+
+
+def test_sequences_that_do_not_divide_are_named() -> None:
+    with pytest.raises(PiperError, match="cp = 4 needs 8 equal stretches of each sequence, and seq_len = 12"):
+        far_apart(lambda: _net(ALONE["causal"]), IDS[:, :12], 4)
+
+
+def _sets(*more: str, schedule: str = "1f1b", pp: int = 1, mbs: int = hub.MBS) -> list[str]:
+    return ["parallel.cp=2", f"parallel.pp={pp}", f"schedule.name={schedule}", f"schedule.microbatches={mbs}", *more]
+
+
+HEADS, HALF = "parallel.cp_comm=all_to_all", hub.MBS // 2
+RUNS = [
+    ("llama", _sets("parallel.zero=3", "parallel.dp=2", "schedule.recompute=full", "parallel.layers=[0,1,1,1]",
+                    schedule="zbv", pp=2, mbs=HALF)),
+    ("qwen3", _sets("parallel.tp=2")),
+    ("qwen3", _sets(HEADS, schedule="dualpipe", pp=2)),
+    ("mixtral", _sets("parallel.tp=2", "parallel.ep=2")),
+    ("mixtral", _sets(HEADS)),
+    ("qwen3_moe", _sets(HEADS, "parallel.ep=4", "parallel.zero=2", "parallel.dp=2", "schedule.recompute=full",
+                        pp=2, mbs=HALF)),
+    ("llama", [*_sets()[1:], "parallel.cp=4"]),
+]  # fmt: skip
+
+
+def test_a_class_whose_sequences_are_shared_trains_as_by_plain_torch() -> None:
+    assert 0.0 < hub.far("gpt2", *_sets(schedule="zb1p", pp=2)) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sets"), RUNS, ids=str)
+def test_classes_whose_sequences_are_shared_train_as_by_plain_torch(name: str, sets: list[str]) -> None:
+    assert 0.0 < hub.far(name, *sets) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [("gemma3", []), ("deepseek_v3", ["parallel.ep=1"])], ids=str)
+def test_what_adds_up_tokens_in_float32_does_so_in_another_order(name: str, more: list[str]) -> None:
+    assert 0.0 < hub.far(name, *_sets(*more)) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", more_classes.FAMILIES)
+def test_a_family_whose_sequences_are_shared_trains_as_by_plain_torch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "hub_classes", more_classes)
+    if family == "MiniMax":  # its attention is linear: a state runs through the sequence
+        with pytest.raises(PiperError, match=r"in model\.layers\.1\.self_attn reads along the tokens"):
+            hub.far(family, *_sets())
+    else:
+        assert 0.0 < hub.far(family, *_sets(pp=2)) <= 1e-6
+
+
+def test_attention_in_plain_products_is_refused() -> None:
+    with pytest.raises(PiperError, match=r"matmul.* in model\.layers\.0\.self_attn reads along the tokens"):
+        hub.run_class("gpt_oss", *_sets("parallel.ep=1"))
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "said"),
+    [
+        ("parallel.cp=1", "parallel.cp", "1, but the module was captured with 2"),
+        (HEADS, "parallel.cp_comm", "all_to_all, but the module was captured with all_gather"),
+    ],
+)
+def test_a_job_of_another_division_is_refused(given: str, key: str, said: str) -> None:
+    graph = hub._graph("llama", 1, 0, 2)
+    table = {"model": {"graph": graph, "seq_len": hub.LENGTH}, "precision": {"compute": "fp64"}}
+    sets = ["cluster.gpu=h100-sxm", "parallel.cp=2", given]
+    with pytest.raises(PiperError, match=said) as refused:
+        prepare(load_job(table, sets))
+    assert refused.value.key == key
+
+
+def test_a_plan_has_the_messages_that_a_rank_sends() -> None:
+    """Keys and values of all tokens, side by side; their gradients on the way back."""
+    graph = hub._graph("llama", 1, 0, 2)
+    table = {"model": {"graph": graph, "seq_len": hub.LENGTH}, "precision": {"compute": "fp64"}}
+    nodes = prepare(load_job(table, ["cluster.gpu=h100-sxm", "parallel.cp=2"])).plan().graph.nodes
+    found = {n.text(): [(str(m.kind), m.bytes, m.axes) for m in n.inline] for n in nodes if "l1" in n.part}
+    every = 2 * 2 * 4 * hub.LENGTH * 8  # keys and values, of two heads of four features, in float64
+    gather, scatter = ("all_gather", every, ("cp",)), ("reduce_scatter", every, ("cp",))
+    assert list(found.values()) == [[gather], [gather, scatter], []], found
