@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,32 @@ from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.inline import MessageAxis, RankAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError, job_error
-from ir.core.work import DType, Kernel, KernelKind
+from ir.core.work import DType, Kernel, KernelKind, Message
 from ir.workload.captured_file import FORMAT, VERSION, read_captured
 
 Json = dict[str, Any]
+
+
+class CaptureMesh(TypedDict, total=False):
+    """Over which ranks a module is divided. tp: that share its linears, as tp_plan or its own plan has it; ep: that
+    share the experts of each layer (tags["EP"]); cp: that share the tokens of each sequence, and, with cp_heads,
+    attention's heads where all see all tokens.
+    """
+
+    tp: int
+    tp_plan: Mapping[str, str] | None
+    ep: int
+    cp: int
+    cp_heads: bool
+
+
+def captured_shard(
+    tp: int = 1, tp_plan: Mapping[str, str] | None = None, ep: int = 1, cp: int = 1, cp_heads: bool = False
+) -> ModelShard:
+    """What the first of these ranks has; their messages are noted, in one list."""
+    noted = list[Message]()
+    linears, tokens = (MessageAxis(n, axis, noted) if n > 1 else RankAxis() for n, axis in ((tp, "tp"), (cp, "cp")))
+    return ModelShard(RankRegion(linears, tokens, heads=cp_heads), tp_plan or {}, ep)
 
 
 def capture(
@@ -41,20 +63,14 @@ def capture(
     batch: tuple[int, int],
     dtype: DType = DType.BF16,
     tags: Mapping[str, str] | None = None,
-    tp: int = 1,
-    ep: int = 1,
-    tp_plan: Mapping[str, str] | None = None,
-    cp: int = 1,
-    cp_heads: bool = False,
     compiled: bool = True,
+    **axes: Unpack[CaptureMesh],
 ) -> Json:
     """The module that `path/file.py:build` makes, as the object of a model.json. batch: sequences, tokens. tags: {"PP":
-    "model.layers.*"}, where its layers are by module path; without them its code says so (`annotate`). tp: the ranks
-    that share its linears, as `tp_plan` or its own plan has it; ep: that share the experts of each layer
-    (`tags["EP"]`); cp: that share the tokens of each sequence, and, with cp_heads, attention's heads where all see all
-    tokens. compiled: its kernels as a compiler fuses them; else one by one.
+    "model.layers.*"}, where its layers are by module path; without them its code says so (`annotate`). compiled: its
+    kernels as a compiler fuses them; else one by one. axes: over which ranks it is divided.
     """
-    size, length = batch
+    (size, length), divided = batch, captured_shard(**axes)
     if isinstance(reference, str):
         name = reference
         build: Callable[[], object] = partial(_built_without_values, load_callable(reference))
@@ -64,15 +80,16 @@ def capture(
         before = torch.get_default_dtype()
         torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
         given = partial(UserModel, build, dtype=None, tags=tags, batch=batch)
-        axis, whole = MessageAxis(tp, "tp"), dict[str, PartMeasure]()
-        mine, others = (a if a.size > 1 else RankAxis() for a in (axis, MessageAxis(cp, "cp", axis.noted)))
+        region, whole = divided.region, dict[str, PartMeasure]()
+        axis = next((a for a in (region.tp, region.cp) if isinstance(a, MessageAxis)), None)
         try:
-            model = given(shard=ModelShard(RankRegion(mine, others, heads=cp_heads), tp_plan or {}, ep))
+            model = given(shard=divided)
             found = describe(model, name, length, size, dtype, axis, compiled)
-            if tp * cp > 1:
+            if axis is not None:
                 whole = survey(given(), size, length)
         finally:
             torch.set_default_dtype(before)
+    tp, cp, ep = region.tp.size, region.cp.size, divided.ep
     if ep > 1 and not model.routed:
         raise job_error("parallel.ep", "no module is tagged as experts", 'tags = { EP = "model.layers.*.mlp.experts" }')
     for unit, measured in whole.items():
@@ -80,9 +97,9 @@ def capture(
         entry = next(c for c in found["chunks"] if c["name"] == chunk)
         piece = next((p for p in entry.get("pieces", ()) if p["name"] == part), entry)
         found["parts"][piece["part"]]["model_flops"] = flops
-    divided = {"tp": tp, "cut": model.dims, "partly": model.partly} if tp > 1 else {}
-    shared = {"cp": cp, "cp_heads": cp_heads} if cp > 1 else {}
-    return {**found, **divided, **shared, **({"ep": ep} if ep > 1 else {})}
+    cut = {"tp": tp, "cut": model.dims, "partly": model.partly} if tp > 1 else {}
+    shared = {"cp": cp, "cp_heads": region.heads} if cp > 1 else {}
+    return {**found, **cut, **shared, **({"ep": ep} if ep > 1 else {})}
 
 
 def _built_without_values(build: object) -> object:

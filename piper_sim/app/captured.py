@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import named_path
 from ir.core.work import DType
 from ir.job import Job
@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class _Division(NamedTuple):
-    """Over which ranks a module is divided, in the words of `executor.frontend.capture`."""
+class ModelMesh(TypedDict, total=False):
+    """Over which ranks a module is divided. tp: those that share its linears, as tp_plan says, or without one the
+    module's own. ep: those that share each layer's experts (tags["EP"]). cp: those that share the tokens of each
+    sequence, of which the example has all; cp_comm: what attention sends for it, "all_gather" or "all_to_all".
+    """
 
     tp: int
+    tp_plan: Mapping[str, str] | None
     ep: int
-    tp_plan: Mapping[str, str]
     cp: int
-    cp_heads: bool
+    cp_comm: str
 
 
+COMMS = ("all_gather", "all_to_all")
 CAPTURED = (DType.FP64, DType.FP32, DType.BF16, DType.FP16)
 
 
@@ -51,8 +55,8 @@ def with_graph(job: Job) -> Job:
     reference = f"{named_path(job.file, file)}:{name}" if file else job.model.module
     size, dtype = job.schedule.microbatch_size, precision_of(job).params
     p, shape = job.parallel, (job.model.seq_len, size, dtype)
-    divided = _Division(p.tp, p.ep, job.model.tp_plan, p.cp, p.layout.cp_heads)
-    text = _captured(reference, shape, job.model.tags, divided)
+    axes = ModelMesh(tp=p.tp, ep=p.ep, tp_plan=job.model.tp_plan, cp=p.cp, cp_comm=p.cp_comm)
+    text = _captured(reference, shape, job.model.tags, **axes)
     folder = Path(tempfile.gettempdir()) / f"piper-sim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():  # the folder for temporary files is everybody's
@@ -72,31 +76,22 @@ def capture(
     *,
     tags: Mapping[str, str] | None = None,
     dtype: str = "bf16",
-    tp: int = 1,
-    ep: int = 1,
-    tp_plan: Mapping[str, str] | None = None,
-    cp: int = 1,
-    cp_comm: str = "all_gather",
     out: str | Path | None = None,
+    **axes: Unpack[ModelMesh],
 ) -> str:
-    """The text of a model.json: what a module computes and keeps, for `[model] graph`. out: a file that gets it, too.
+    """The text of a model.json: what a module computes and keeps, for `[model] graph`.
 
     model: the module, or "my_model.py:build". example: token ids (sequences, tokens) of one microbatch. tags: as
-    {"PP": "model.layers.*"}, by module path, where its code has no `annotate`. dtype: what it is trained in. tp: the
-    ranks that share its linears, as tp_plan says, or without one the module's own. ep: those that share each layer's
-    experts (tags["EP"]). cp: those that share the tokens of each sequence, of which example has all; cp_comm: what
-    attention sends for it, "all_gather" or "all_to_all", as `[parallel]` has it.
+    {"PP": "model.layers.*"}, by module path, where its code has no `annotate`. dtype: what it is trained in. out: a
+    file that gets it, too. axes: tp, tp_plan, ep, cp, cp_comm, as `ModelMesh` has them; without them one rank's.
 
     Raises PiperError (model): torch cannot export it; (job): tokens do not divide; (missing_dependency): there is no
     torch.
     """
-    if cp_comm not in (words := ("all_gather", "all_to_all")):
-        raise PiperError(ErrorKind.JOB, f"no such communication, {cp_comm!r}", key="cp_comm", allowed=", ".join(words))
     if DType(dtype) not in CAPTURED:
         raise PiperError(ErrorKind.MODEL, f"captured in {dtype}", key="dtype", allowed=", ".join(CAPTURED))
     size, length = example.shape
-    divided = _Division(tp, ep, tp_plan or {}, cp, cp_comm == "all_to_all")
-    text = _captured(model, (int(length), int(size), DType(dtype)), tags or {}, divided)
+    text = _captured(model, (int(length), int(size), DType(dtype)), tags or {}, **axes)
     if out is not None:
         Path(out).write_text(text, encoding="utf-8")
     return text
@@ -106,9 +101,12 @@ def _captured(
     reference: str | nn.Module,
     shape: tuple[int, int, DType],
     tags: Mapping[str, str],
-    divided: _Division,
+    **axes: Unpack[ModelMesh],
 ) -> str:
     """shape: tokens, sequences, format."""
+    if (given := axes.get("cp_comm", COMMS[0])) not in COMMS:
+        fix, allowed = nearest(given, COMMS), ", ".join(COMMS)
+        raise PiperError(ErrorKind.JOB, f"no such word, {given!r}", key="cp_comm", allowed=allowed, suggestion=fix)
     try:
         from executor.frontend.capture import capture as taken
         from executor.frontend.capture import text
@@ -116,5 +114,6 @@ def _captured(
         message, fix = f"{reference} is captured by torch, which is not installed", "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="model.module", suggestion=fix) from error
     length, size, dtype = shape
-    found = taken(reference, batch=(size, length), dtype=dtype, tags=tags, **divided._asdict())
+    divided: Any = {axis: value for axis, value in axes.items() if axis != "cp_comm"}
+    found = taken(reference, batch=(size, length), dtype=dtype, tags=tags, cp_heads=given == COMMS[1], **divided)
     return text(found) + "\n"

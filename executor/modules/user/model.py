@@ -43,7 +43,7 @@ from executor.modules.user.trainable import refuse_training, unrepeatable
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
-from ir.core.errors import ErrorKind, PiperError, job_error, nearest
+from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import run_file
 from ir.graph import expert_rows
 
@@ -97,10 +97,8 @@ class UserModel:
         self.live = not tags  # its code runs as it stands, and may make tensors without saying where
         shard = shard or ModelShard()
         divided = shard.region.tp.size > 1
-        for axis, ranks in (("tp", shard.region.tp), ("cp", shard.region.cp)):
-            if ranks.size > 1 and not tags:
-                message, fix = f"annotated code is not divided over {axis}", 'tags = { PP = "model.layers.*" }'
-                raise job_error(f"parallel.{axis}", message, fix, "1 without tags")
+        if not tags:
+            shard.refuse_annotated()
         with making():
             experts = mark_experts(self.module, (tags or {}).get("EP", ""), shard.ep, shard.index)
         with TRACING, host_seeded(seed):

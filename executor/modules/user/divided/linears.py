@@ -53,6 +53,13 @@ class ModelShard:
     ep: int = 1
     index: int = 0
 
+    def refuse_annotated(self) -> None:
+        """Raise PiperError (job): it is a part of a layer, of which annotated code has no graph."""
+        for axis, ranks in (("tp", self.region.tp), ("cp", self.region.cp)):
+            if ranks.size > 1:
+                message, fix = f"annotated code is not divided over {axis}", 'tags = { PP = "model.layers.*" }'
+                raise job_error(f"parallel.{axis}", message, fix, "1 without tags")
+
 
 def divide(module: nn.Module, table: Mapping[str, str], region: RankRegion) -> dict[str, int]:
     """Cut a module's parameters as this rank of the region holds them; returns the dim that each is cut along, by name.

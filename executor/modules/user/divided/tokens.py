@@ -15,7 +15,7 @@ from executor.modules.attention.across import attend_across
 from executor.modules.user.divided.linears import FEATURES, LEAVE
 from executor.modules.user.routed import MARK
 from executor.modules.user.writes import storages, written
-from executor.parallel.divided_reads import ShardMismatch, module_of, shape_of
+from executor.parallel.divided_reads import VIEWS, ShardMismatch, aten, module_of, shape_of
 from executor.parallel.inline import RankRegion, stretches
 from executor.parallel.token_reads import (
     ATTENTION,
@@ -74,8 +74,8 @@ def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, leng
 def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: RankRegion) -> None:
     """Have these see the keys of all ranks. Raises PiperError (job): cp is to divide their heads, and does not."""
     for node in attentions:
-        read: list[Any] = list(node.args[:3])
-        heads, size = read[1].meta["val"].shape[1], region.cp.size
+        size, read = region.cp.size, _with_own_heads(node, region)
+        heads = read[1].meta["val"].shape[1]
         if region.heads and heads % size:
             message = f"cp = {size} does not divide the {heads} heads of keys in {module_of(node)}"
             raise job_error("parallel.cp_comm", message, 'cp_comm = "all_gather"', "all_gather")
@@ -85,6 +85,33 @@ def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: R
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         root.graph.erase_node(node)
+    root.graph.eliminate_dead_code()
+
+
+def _with_own_heads(node: fx.Node, region: RankRegion) -> list[Any]:
+    """Queries, keys and values; keys and values as they are before their heads are repeated, so that fewer travel."""
+    q, k, v = read = list[Any](node.args[:3])
+    few: list[Any] = [_unrepeated(x) for x in (k, v)]
+    if None in few or few[0].meta["val"].shape[1] != few[1].meta["val"].shape[1]:
+        return read
+    uneven = region.heads and few[0].meta["val"].shape[1] % region.cp.size
+    return read if uneven else [q, *few]
+
+
+def _unrepeated(x: Any) -> fx.Node | None:
+    """(batch, heads, tokens, features) of which x has each head several times, side by side."""
+    chain: list[Any] = [x]
+    for op in (*VIEWS & {x.target}, aten.expand.default, aten.unsqueeze.default):
+        if not isinstance(chain[-1], fx.Node) or chain[-1].target is not op:
+            return None
+        chain.append(chain[-1].args[0])
+    if len(chain) < 4 or chain[2].args[1] not in (2, -3):
+        return None
+    _, spread, _, few = chain
+    batch, heads, *rest = few.meta["val"].shape
+    times = spread.meta["val"].shape[2]
+    same = spread.meta["val"].shape == (batch, heads, times, *rest)
+    return few if same and x.meta["val"].shape == (batch, heads * times, *rest) else None
 
 
 def _of_tokens(graph: fx.Graph) -> list[fx.Node]:
