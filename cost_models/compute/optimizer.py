@@ -18,11 +18,11 @@ class OptimizerPrecision:
     name "muon": of hidden matrices; `others` is the recipe of all else.
 
     grad_copy: bytes per element of the format that a microbatch's gradients are made in, before they are added to the
-    sums; 0: products add to the sums themselves. Whoever reduces gradients with others keeps a copy in it, whole (the
-    buckets of DistributedDataParallel). fresh: gradients are made by the first backward pass of a step and given up
-    behind its update (`zero_grad(set_to_none=True)`): none persist, none are set to zero. tied_apart: under ZeRO-1 each
-    stage that holds a tied weight shards it over its own replicas. offload: share of the parameters that the host
-    updates, and keeps moments and master weights of.
+    sums; 0: products add to the sums themselves. Where sums have another format, whoever reduces gradients with others
+    keeps a copy in it, whole (DistributedDataParallel's buckets, DeepSpeed's gradients in bf16). fresh: gradients are
+    made by the first backward pass of a step and given up behind its update (`zero_grad(set_to_none=True)`): none
+    persist, none are set to zero. tied_apart: under ZeRO-1 each stage that holds a tied weight shards it over its own
+    replicas. offload: share of the parameters that the host updates, and keeps moments and master weights of.
     """
 
     name: OptimizerName = "adamw"
@@ -96,7 +96,7 @@ def state_bytes(
     summed = 0 if recipe.fresh else shard(numel, grads_shards) * recipe.grads.bytes
     return OptimizerMemory(
         shard(numel, params_shards) * recipe.params.bytes,
-        summed + (0 if alone else numel * recipe.grad_copy),
+        summed + (0 if alone or recipe.grad_copy == recipe.grads.bytes else numel * recipe.grad_copy),
         recipe.kept(shard(numel, optimizer_shards)) * recipe.optimizer_bytes,
     )
 
@@ -161,7 +161,7 @@ def zero_grads(numel: int, recipe: OptimizerPrecision) -> Kernel:
 def accumulate(work: Work, recipe: OptimizerPrecision) -> list[Kernel]:
     """Adding the weight gradients that `work` makes to the sums, where kernels of their own do it.
 
-    They write and read the gradients, and read and write the sums.
+    They write and read the gradients, and read and write the sums; in one format autograd's own sums, which read both.
 
     >>> from ir.core.work import DType
     >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))
@@ -172,7 +172,8 @@ def accumulate(work: Work, recipe: OptimizerPrecision) -> list[Kernel]:
     """
     if not recipe.grad_copy:
         return []
-    each = 2 * (recipe.grad_copy + recipe.grads.bytes)
+    once = 1 if recipe.grad_copy == recipe.grads.bytes else 2
+    each = once * recipe.grad_copy + 2 * recipe.grads.bytes
     products = [k for k in work if k.kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM) and k.shape]
     numels = [(k.shape[0] if len(k.shape) == 4 else 1) * k.shape[-3] * k.shape[-2] * k.count for k in products]
     return [Kernel(KernelKind.MEMORY, n, n * each, recipe.grads, label="accumulate") for n in numels]

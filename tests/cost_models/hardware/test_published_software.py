@@ -109,6 +109,13 @@ def test_accumulating_moves_every_weight_gradient():
     assert accumulate((GEMM, NORM, grouped), OptimizerPrecision()) == []
 
 
+def test_gradients_in_the_format_of_their_sums_are_added_where_these_are():
+    """Autograd's own sums in fp16: two read, one written, and nothing kept beside them."""
+    once = OptimizerPrecision(grads=DType.FP16, grad_copy=2)
+    assert [k.bytes for k in accumulate((GEMM,), once)] == [6 * 4096**2]
+    assert state_bytes(1000, once, 8) == state_bytes(1000, OptimizerPrecision(grads=DType.FP16), 8)
+
+
 def test_the_loss_is_listed_as_it_runs():
     loss = msgspec.structs.replace(H100, software=FrameworkCosts(traffic=2.0))
     kernel = Kernel(KernelKind.MEMORY, 0, 10**9, DType.BF16, label="loss.softmax")
