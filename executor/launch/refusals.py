@@ -60,6 +60,7 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
                 raise _not_yet(f"{axis} = {size} inside of compiled code", f"parallel.{axis}", "1")
         _check_compiler()
     _refuse_recompute(prepared)
+    _refuse_repeated(prepared)
     if any(e.chunk.name.startswith("skip") for e in prepared.base.entries):
         raise _not_yet("a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
     if job.model.module is not None or job.model.graph is not None:
@@ -195,6 +196,14 @@ def _refuse_recompute(prepared: PreparedJob) -> None:
     read = options & {"operators", *({"up_projection"} if latent else {"norm"} if prepared.config.qk_norm else set())}
     if read and any(x.cp > 1 and x.cp_heads for x in layouts):
         raise _not_yet(f"recompute of {', '.join(sorted(read))} where cp ranks exchange heads", key, '"none", "full"')
+
+
+def _refuse_repeated(prepared: PreparedJob) -> None:
+    """Heads that ranks exchange, where a rank would have none of keys and values of its own."""
+    c, layouts = prepared.config, [e.layout for e in prepared.plan().graph.entries]
+    kv = c.heads if c.mla else c.kv_heads
+    if most := max((x.cp for x in layouts if x.cp_heads and kv // x.tp < x.cp), default=0):
+        raise _not_yet(f"an exchange of {kv} KV heads among cp = {most} ranks", "parallel.cp_comm", '"all_gather"')
 
 
 def _not_yet(what: str, key: str, allowed: str) -> PiperError:

@@ -231,8 +231,9 @@ def _divided(c: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> Iter
     if m is not None:
         yield "cp", cp, f"{mine} recurrent heads of a tensor-parallel rank", m.heads // tp
     if layout.cp_heads and attends:
-        heads = (c.heads if c.mla else c.kv_heads) // tp
-        yield "cp", cp, f"{mine} KV heads of a tensor-parallel rank", heads
+        heads, kv = c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp
+        repeated = kv < cp and cp % max(kv, 1) == 0  # each goes to several ranks, as DeepSpeed-Ulysses' users have it
+        yield "cp", cp, f"{mine} {'' if repeated else 'KV '}heads of a tensor-parallel rank", heads if repeated else kv
     if cp > 1:  # the causal mask's work is even where each has two: the i-th, the i-th to last
         yield "cp", 2 * cp, _STRETCHES, shape.seq_len
     if layout.sequence_parallel:

@@ -45,16 +45,21 @@ class AttentionCore:
         """Features of the output of a token."""
         return self.heads * self.v
 
+    def repeated(self, s: PartSetting) -> int:
+        """How often keys and values are there, where ranks that exchange heads are more than KV heads."""
+        return max(1, s.layout.cp // self.kv_heads) if s.layout.cp_heads else 1
+
     def forward(self, s: PartSetting) -> Work:
         """q, k, v to the output."""
         if s.attention is AttentionKind.FLASH:
-            return (self._flash(s, 1, self.qk + self.v, "attention"),)
-        return (*self.scores(s), self._product(s, "context", self.queries(s), self.v, self.seen(s)))
+            return (*self._repeat(s), self._flash(s, 1, self.qk + self.v, "attention"))
+        context = self._product(s, "context", self.queries(s), self.v, self.seen(s))
+        return (*self._repeat(s), *self.scores(s), context)
 
     def backward(self, s: PartSetting) -> Work:
         """Gradients of q, k, v. Flash makes the scores again: 5 products against forward's 2."""
         if s.attention is AttentionKind.FLASH:
-            return (self._flash(s, 2, 3 * self.qk + 2 * self.v, "attention_backward"),)
+            return (self._flash(s, 2, 3 * self.qk + 2 * self.v, "attention_backward"), *self._repeat(s))
         q, kv, n = self.queries(s), self.seen(s), self._score_elements(s)
         dropout = (memory(s, "dropout_backward", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
         return (
@@ -66,7 +71,13 @@ class AttentionCore:
             *self._distances(s, 1),
             self._product(s, "d_query", q, self.qk, kv),
             self._product(s, "d_key", kv, self.qk, q),
+            *self._repeat(s),
         )
+
+    def _repeat(self, s: PartSetting) -> Work:
+        """Keys and values written as often as ranks need them; on the way back the sum of their gradients."""
+        times = self.repeated(s)
+        return (memory(s, "repeat_kv", (times + 1) * s.tokens * self.kv_features * s.wide),) if times > 1 else ()
 
     def scores(self, s: PartSetting) -> Work:
         """The unfused first half, which "scores" recomputes: q·kᵀ, softmax, dropout."""
@@ -87,14 +98,18 @@ class AttentionCore:
 
     def saved(self, s: PartSetting) -> tuple[SavedBuffer, ...]:
         """What backward needs beside q, k, v and the output."""
+        more = (self.repeated(s) - 1) * s.tokens * self.kv_features * s.wide
+        beside = (SavedBuffer("repeated_kv", more, Pass.I),) if more else ()
         if s.attention is AttentionKind.FLASH:
             lse = SavedBuffer("lse", 4 * s.tokens * self.heads, Pass.I)
             if not s.layout.cp_heads:
                 return (lse,)
-            return lse, SavedBuffer("attended", s.tokens * self.out_features * s.wide, Pass.I)  # before it went home
+            attended = SavedBuffer("attended", s.tokens * self.out_features * s.wide, Pass.I)  # before it went home
+            return (*beside, lse, attended)
         # Softmax output, and with dropout its mask (one byte) and its output: the 5as²b of arXiv:2205.05198.
         each = s.wide + ((s.wide + 1) if s.config.attn_dropout else 0)
-        return (SavedBuffer("scores", self._score_elements(s) * each, Pass.I, ("scores", "operators"), self.scores(s)),)
+        made = ("scores", "operators"), self.scores(s)
+        return (*beside, SavedBuffer("scores", self._score_elements(s) * each, Pass.I, *made))
 
     def workspace(self, s: PartSetting, when: Pass) -> int:
         """Bytes alive only inside the pass: raw scores; in backward their gradients, or flash's fp32 sum of dq."""
@@ -134,7 +149,7 @@ class AttentionCore:
     def _flash(self, s: PartSetting, passes: int, features: int, label: str) -> Kernel:
         b, q, kv, heads = s.shape.microbatch_size, self.queries(s), self.seen(s), self.worked_on(s)
         flops = b * self.heads * self.pairs_doubled(s) // s.layout.cp * features
-        kv_heads = self.kv_heads * heads // self.heads
+        kv_heads = self.kv_heads * self.repeated(s) * heads // self.heads
         tensors = b * (q * heads * (self.qk + self.v) + kv * kv_heads * (self.qk + self.v))
         sums = 2 * 4 * b * q * heads * self.qk if passes == 2 else 0
         moved = passes * tensors * s.wide + sums + 4 * b * q * heads

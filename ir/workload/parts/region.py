@@ -39,12 +39,14 @@ def context(s: PartSetting, core: AttentionCore) -> tuple[PartCollective, ...]:
     """What attention over context-parallel devices sends; gradients go home in I.
 
     By queries: keys and values of the whole sequence, for this device's queries; a ring moves the same bytes. By heads:
-    queries, keys and values of this device's heads come, one message each, and the output goes home.
+    queries, keys and values of this device's heads come, one message each, and the output goes home. Of fewer KV heads
+    than devices each is sent to several.
     """
     if s.layout.cp == 1:
         return ()
     if s.layout.cp_heads:
-        sent = (core.q_features, core.kv_heads * core.qk, core.kv_heads * core.v, core.out_features)
+        kv_heads = core.kv_heads * core.repeated(s)
+        sent = (core.q_features, kv_heads * core.qk, kv_heads * core.v, core.out_features)
         sizes = [s.tokens * features * s.wide for features in sent]
         passes = (Pass.F, Pass.I)
         return tuple(_inline(when, MessageKind.ALL_TO_ALL, size, "cp") for when in passes for size in sizes)

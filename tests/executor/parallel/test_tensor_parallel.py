@@ -197,7 +197,8 @@ def test_a_rank_holds_its_share_of_every_parameter(
         (("parallel.tp=4",), "parallel.tp", "tp = 2"),  # two KV heads
         (("parallel.tp=2", "model.vocab_size=255"), "parallel.tp", "tp = 1, or pad it: vocab_size = 256"),
         (("parallel.cp=4", "model.seq_len=12"), "parallel.cp", "cp = 3"),
-        (("parallel.cp=4", "parallel.cp_comm=all_to_all"), "parallel.cp", "cp = 2"),
+        (("parallel.cp=4", "parallel.cp_comm=all_to_all"), "parallel.cp_comm", 'parallel.cp_comm "all_gather"'),
+        (("parallel.cp=3", "parallel.cp_comm=all_to_all", "model.seq_len=12"), "parallel.cp", "cp = 2"),
         (("parallel.cp_comm=all_to_al",), "parallel.cp_comm", 'parallel.cp_comm = "all_to_all"'),
         (("parallel.tp=2", "model.seq_len=7"), "parallel.tp", "tp = 1"),
     ],

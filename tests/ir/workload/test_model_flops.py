@@ -2,12 +2,13 @@
 
 import pytest
 
+from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.core.work import DType, KernelKind, MessageKind
 from ir.workload import load_config, model_chunks
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
-from ir.workload.setting import MicrobatchShape, ModelPrecision
+from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
 from ir.workload.work import dispatch_bytes, part_work
 
 BF16 = ModelPrecision()
@@ -138,6 +139,7 @@ def test_unfused_attention_computes_the_whole_square():
         ("llama3-70b", PartLayout(tp=4, cp=4, sequence_parallel=True)),
         ("llama3-8b", PartLayout(cp=8)),
         ("llama3-8b", PartLayout(cp=8, cp_heads=True)),
+        ("llama3-8b", PartLayout(cp=32, cp_heads=True)),
         ("deepseek-v3", PartLayout(cp=16, ep=64, cp_heads=True)),
         ("gpt3-175b", PartLayout(tp=8)),
         ("mixtral-8x7b", PartLayout(tp=2, ep=8, sequence_parallel=True)),
@@ -245,6 +247,18 @@ def test_by_heads_queries_keys_values_and_the_output_are_exchanged():
     assert messages(attn, Pass.F) == messages(attn, Pass.I) == [("all_to_all", "cp", size) for size in sizes]
     (kernel,) = (k for k in attn.forward if k.label == "attention")
     assert kernel.shape == (1, 8, 4096, 4096, 128, 128)
+
+
+def test_fewer_heads_of_keys_than_ranks_are_sent_to_several():
+    """8 KV heads at cp = 16: each goes to two ranks, and what backward reads of them is kept as often."""
+    config = load_config("llama3-8b")
+    attn, two = (works(config, PartLayout(cp=16, cp_heads=h))["l0.attn"] for h in (True, False))
+    sizes = [256 * heads * 128 * 2 for heads in (32, 16, 16, 32)]
+    assert messages(attn, Pass.F) == messages(attn, Pass.I) == [("all_to_all", "cp", size) for size in sizes]
+    kept = {b.name: b.bytes for b in attn.saved}
+    assert kept["repeated_kv"] == 256 * 2 * 8 * 128 * 2 and "repeated_kv" not in {b.name for b in two.saved}
+    with pytest.raises(PiperError, match="cp = 3 does not divide llama3-8b's KV heads"):
+        check_setting(config, PartLayout(cp=3, cp_heads=True), MicrobatchShape(1, 4098))
 
 
 def test_experts_cut_by_etp_gather_and_scatter_rows():

@@ -271,7 +271,8 @@ def test_shared_experts_and_router_share_one_normed_input():
         ("llama3-8b", PartLayout(cp=3), MicrobatchShape(), "parallel.cp", "cp = 2"),
         ("llama3-8b", PartLayout(cp=4), MicrobatchShape(1, 12), "parallel.cp", "cp = 3"),  # eight stretches
         ("llama3-8b", PartLayout(cp=2), MicrobatchShape(1, 7), "parallel.cp", "cp = 1"),
-        ("llama3-8b", PartLayout(tp=2, cp=8, cp_heads=True), MicrobatchShape(), "parallel.cp", "cp = 4"),
+        ("llama3-8b", PartLayout(tp=2, cp=6, cp_heads=True), MicrobatchShape(), "parallel.cp", "cp = 4"),
+        ("llama3-8b", PartLayout(tp=2, cp=32, cp_heads=True), MicrobatchShape(), "parallel.cp", "cp = 16"),
         (
             "llama3-8b",
             PartLayout(tp=4, sequence_parallel=True),
