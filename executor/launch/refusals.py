@@ -199,7 +199,9 @@ def _refuse_recompute(prepared: PreparedJob) -> None:
 
 
 def _refuse_repeated(prepared: PreparedJob) -> None:
-    """Heads that ranks exchange, where a rank would have none of keys and values of its own."""
+    """Heads that ranks exchange, where a rank would have none of keys and values of its own. A module says it itself."""
+    if prepared.config.model_type == "captured":
+        return
     c, layouts = prepared.config, [e.layout for e in prepared.plan().graph.entries]
     kv = c.heads if c.mla else c.kv_heads
     if most := max((x.cp for x in layouts if x.cp_heads and kv // x.tp < x.cp), default=0):

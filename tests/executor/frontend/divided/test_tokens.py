@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from executor.launch.refusals import refuse
 from executor.modules.user.divided import tokens
 from executor.parallel import token_reads
 from executor.parallel.inline import RankRegion
@@ -156,6 +157,21 @@ def test_a_job_of_another_division_is_refused(given: str, key: str, said: str) -
     with pytest.raises(PiperError, match=said) as refused:
         prepare(load_job(table, sets))
     assert refused.value.key == key
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "all_to_all"])
+def test_such_a_job_is_not_refused_where_it_starts(comm: str) -> None:
+    table = {
+        "model": {
+            "module": f"{hub.hub_classes.__file__}:llama",
+            "graph": hub._graph("llama", 1, 0, 2, comm == "all_to_all"),
+            "tags": {"PP": hub.hub_classes.LAYERS["llama"]},
+            "seq_len": hub.LENGTH,
+        },
+        "precision": {"compute": "fp64"},
+    }
+    prepared = prepare(load_job(table, ["cluster.gpu=h100-sxm", "parallel.cp=2", f"parallel.cp_comm={comm}"]))
+    refuse(prepared, real=True)
 
 
 def test_a_plan_has_the_messages_that_a_rank_sends() -> None:
