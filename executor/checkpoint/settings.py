@@ -48,8 +48,14 @@ def training_of(prepared: PreparedJob) -> CheckpointTraining:
         tokens=len(source.tokens) if isinstance(source, FileTokens) else 0,
         seed=job.data.seed,
         data=digest_of_tokens(source.tokens) if isinstance(source, FileTokens) else "",
-        model={k: v for k, v in _plain(prepared.config).items() if k not in UNUSED} | _corrections(prepared),
+        model=_model_of(prepared) | _corrections(prepared),
     )
+
+
+def _model_of(prepared: PreparedJob) -> dict[str, Any]:
+    """What a model's config says; without a word for padding it says what it did before there was such a key."""
+    table = {k: v for k, v in _plain(prepared.config).items() if k not in UNUSED}
+    return {k: v for k, v in table.items() if k != "padding" or v is not None}
 
 
 def _corrections(prepared: PreparedJob) -> dict[str, str]:

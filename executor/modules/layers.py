@@ -132,7 +132,7 @@ class EmbedPart(nn.Module):
 
     def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
         super().__init__()
-        self.compute, self.region = compute, make.region
+        self.compute, self.region, self.padding = compute, make.region, c.padding
         self.weight = make(f"{c.names.embed}.weight", c.vocab, c.hidden)
         self.positions = make("transformer.wpe.weight", c.positions, c.hidden) if c.positions else None
 
@@ -140,9 +140,9 @@ class EmbedPart(nn.Module):
         """Look up. ids: (sequences, length), whole; out come this rank's tokens."""
         mine = self.region.inner(ids)
         if self.region.tp.size == 1:
-            x = F.embedding(mine, self.weight).to(self.compute)
+            x = F.embedding(mine, self.weight, self.padding).to(self.compute)
         else:
-            x = words(mine, self.weight, self.region, self.compute)
+            x = words(mine, self.weight, self.region, self.compute, padding=self.padding)
         if self.positions is None:
             return x
         at = self.region.stream(torch.arange(ids.shape[-1], device=ids.device))

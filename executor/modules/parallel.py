@@ -215,11 +215,15 @@ def columns(
 # Words
 
 
-def words(ids: Tensor, weight: Tensor, region: RankRegion, dtype: torch.dtype) -> Tensor:
-    """Embeddings (…, length, h) of ids (…, length), of whose words each rank holds a stretch; this rank's tokens."""
+def words(ids: Tensor, weight: Tensor, region: RankRegion, dtype: torch.dtype, *, padding: int | None = None) -> Tensor:
+    """Embeddings (…, length, h) of ids (…, length), of whose words each rank holds a stretch; this rank's tokens.
+
+    padding: a word whose embedding has no gradient.
+    """
     if has_torch_function((ids, weight)):
-        found: Tensor = handle_torch_function(words, (ids, weight), ids, weight, region, dtype)
+        found: Tensor = handle_torch_function(words, (ids, weight), ids, weight, region, dtype, padding=padding)
         return found
     at, elsewhere = words_here(ids, len(weight), region.tp)
-    made = F.embedding(at, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    row = -1 if padding is None else padding - region.tp.index * len(weight)
+    made = F.embedding(at, weight, row if 0 <= row < len(weight) else None).masked_fill(elsewhere.unsqueeze(-1), 0.0)
     return leave(made.to(dtype), region)

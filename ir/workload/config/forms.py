@@ -84,6 +84,8 @@ def _sizes(v: ModelValues, row: Row, said: Mapping[str, Any]) -> dict[str, Any]:
     if "word_embed_proj_dim" in v.table and v.size_or("word_embed_proj_dim", hidden) != hidden:
         v.refuse("word_embed_proj_dim", "embeddings of another width are not built", allowed=f"{hidden} or null")
     out = {"kv_heads": kv, "head_dim": said.get("head_dim") or hidden // heads, "ffn": said.get("ffn") or 4 * hidden}
+    if (word := said.get("padding")) is not None:
+        out["padding"] = word % said["vocab"] if -said["vocab"] <= word < said["vocab"] else None
     return out | ({"positions": said["positions"] + said.get("position_offset", 0)} if "positions" in said else {})
 
 

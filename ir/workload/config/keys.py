@@ -20,6 +20,7 @@ class ModelKeyType(StrEnum):
     COUNT = "an integer, 0 or more"
     SIZE_OR_NULL = "a positive integer or null"
     COUNT_OR_NULL = "an integer, 0 or more, or null"  # 0 is null, which a job's TOML cannot say
+    WORD_OR_NULL = "a token's id or null"
     RATIO = "a number above 0"
     WEIGHT = "a number, 0 or more"
     CHANCE = "a number from 0 to below 1"
@@ -46,6 +47,7 @@ _HELD: Mapping[ModelKeyType, Any] = {
     ModelKeyType.COUNT: _Count,
     ModelKeyType.SIZE_OR_NULL: _Size | None,
     ModelKeyType.COUNT_OR_NULL: _Count | None,
+    ModelKeyType.WORD_OR_NULL: Annotated[int, Meta(gt=-_MOST, lt=_MOST)] | None,
     ModelKeyType.RATIO: _Ratio,
     ModelKeyType.WEIGHT: Annotated[float, Meta(ge=0, lt=_MOST)],
     ModelKeyType.CHANCE: Annotated[float, Meta(ge=0, lt=1)],

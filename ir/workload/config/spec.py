@@ -189,7 +189,7 @@ class ModelConfig:
     score_by_layer: divided by 1 + the layer's number too. act: Hugging Face's name of an activation that has several.
     stored: the format that its checkpoint is quantised to, "" for none. form: what else its layers have. mixer: of
     layers that have no attention. encoder: how many of the layers, from the first on, are an encoder's that the others
-    attend to; 0 where there is one tower.
+    attend to; 0 where there is one tower. padding: the word whose embedding no gradient reaches, None for none.
     """
 
     source: str
@@ -233,6 +233,7 @@ class ModelConfig:
     form: LayerForm = LLAMA_FORM
     mixer: LayerMixer | None = None
     encoder: int = 0
+    padding: int | None = None
 
     def __hash__(self) -> int:
         """Of what tells models apart: a config is part of the key of many tables."""

@@ -66,6 +66,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "V2 with YaRN": {**small(raw_config("deepseek-v2")), "rope_scaling": V3["rope_scaling"]},
     "GPT-2 with scores as they are": small(raw_config("gpt2"), scale_attn_weights=False),
     "GPT-2 with scores by layer": small(raw_config("gpt2"), scale_attn_by_inverse_layer_idx=True),
+    "a word for padding": small(raw_config("tiny-llama"), pad_token_id=3),
+    "the last word for padding, beside experts, tied": small(
+        models.QWEN3_30B, pad_token_id=-1, tie_word_embeddings=True
+    ),
     "latent norms": small(raw_config("deepseek-v2-lite"), rms_norm_eps=0.01),
 }
 
@@ -100,6 +104,7 @@ CONTROLS: Mapping[str, tuple[Mapping[str, Any], Callable[[ModelConfig], ModelCon
     "windows of other layers": (QWEN3, lambda c: replace(c, windows=(0, 3, 3))),
     "a window one wider": (QWEN3, lambda c: replace(c, windows=(4, 0, 4))),
     "features turned": (small(raw_config("nemotron-15b")), lambda c: replace(c, rope_share=1.0)),
+    "padding trained": (CASES["a word for padding"], lambda c: replace(c, padding=None)),
     "scores of GPT-2": (CASES["GPT-2 with scores by layer"], lambda c: replace(c, score_by_layer=False)),
 }
 

@@ -132,13 +132,14 @@ def test_what_every_head_takes_as_it_is_gets_all_their_gradients(sequence: bool)
         assert close(y, x) and close(dx, _mine(sum(dys, torch.zeros_like(x)), region))
 
 
+@pytest.mark.parametrize("padding", [None, 0, ROWS - 1])
 @pytest.mark.parametrize("sequence", [True, False], ids=["own tokens", "all tokens"])
-def test_words_are_looked_up_where_they_are_and_lost_as_everywhere(sequence: bool) -> None:
+def test_words_are_looked_up_where_they_are_and_lost_as_everywhere(sequence: bool, padding: int | None) -> None:
     table, ids = draw(ROWS, INTO), torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % ROWS
     labels = ids.flatten().roll(-1).clone()
     labels[3] = -100
     leaf = table.clone().requires_grad_()
-    x = F.embedding(ids, leaf)
+    x = F.embedding(ids, leaf, padding)
     dy = draw(BATCH, LENGTH, INTO, seed=1)
     (d_table,) = torch.autograd.grad(x, leaf, dy)
     logits = (3 * draw(BATCH * LENGTH, ROWS, seed=2)).requires_grad_()
@@ -147,7 +148,7 @@ def test_words_are_looked_up_where_they_are_and_lost_as_everywhere(sequence: boo
 
     def rank(region: RankRegion) -> tuple[Tensor, ...]:
         own = _part(table, 0, region).requires_grad_()
-        x = words(ids, own, region, torch.float64)
+        x = words(ids, own, region, torch.float64, padding=padding)
         mine = _part(logits.detach(), 1, region).requires_grad_()
         loss = token_loss(mine, labels, 0.25, -100, region.tp)
         return (
