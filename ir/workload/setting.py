@@ -266,7 +266,7 @@ def _check_encoder(config: ModelConfig, layout: PartLayout, shape: MicrobatchSha
 
 def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> None:
     if config.moe is None and layout.ep * layout.etp > 1:
-        raise job_error("parallel.ep", f"{config.source} has no experts", "ep = 1, etp = 1", "1")
+        raise job_error("parallel.ep", f"no layer of {config.source} has experts", "ep = 1, etp = 1", "1")
     if config.moe and layout.tp > 1 and not layout.sequence_parallel:
         # Without it every tp rank holds the same tokens and would send each of them; Megatron refuses it too.
         message = "experts with tp > 1 need sequence parallelism"

@@ -36,9 +36,9 @@ def check_routing(job: Job, config: ModelConfig) -> None:
     if config.model_type == "captured" and (r.forced or r.kind != "balanced"):
         raise _bad(job, "kind", "a captured module's routers choose by themselves", "balanced", "leave it out")
     if r.forced and config.moe is None:
-        raise _bad(job, "forced", f"nothing to force: {config.source} has no experts", "false", "leave it out")
+        raise _bad(job, "forced", f"nothing to force: no layer of {config.source} has experts", "false", "leave it out")
     if r.kind != "balanced" and config.moe is None:
-        raise _bad(job, "kind", f"{r.kind!r}, but {config.source} has no experts", "balanced", "leave it out")
+        raise _bad(job, "kind", f"{r.kind!r}, but no layer of {config.source} has experts", "balanced", "leave it out")
     if r.kind != "balanced" and not job.costs.grouped_gemm:
         message = "experts that run one after the other are priced with equal rows"
         raise _bad(job, "kind", message, "balanced, or costs.grouped_gemm = true", "leave costs.grouped_gemm out")

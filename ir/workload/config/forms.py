@@ -56,6 +56,8 @@ def read_form(v: ModelValues) -> ModelConfig:
     moe = _experts(v, row["moe"], said["layers"]) if "moe" in row else None
     own |= {"moe": moe, "mixer": _mixer(v, row, said), "stored": stored_format(v)}
     base = ModelConfig(source=v.source, model_type=str(v.get("model_type")), **own)
+    if not any(map(base.is_moe, range(base.layers + base.mtp))):  # cut down to its dense layers, it has none
+        base = replace(base, moe=None)
     if form.parallel and (moe is not None or form.norms is not LayerNormPlace.BEFORE):
         v.refuse("model_type", "layers in parallel with experts or norms behind them are not built")
     return _rotated(v, row, replace(base, form=form))

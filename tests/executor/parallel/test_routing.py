@@ -101,7 +101,7 @@ def test_another_seed_is_another_run() -> None:
 
 
 def test_there_is_nothing_to_force_without_experts(tmp_path: Path) -> None:
-    with pytest.raises(PiperError, match="nothing to force: tiny-llama has no experts"):
+    with pytest.raises(PiperError, match="nothing to force: no layer of tiny-llama has experts"):
         judged(tmp_path, "routing.forced=true")
 
 

@@ -5,6 +5,9 @@ from importlib.resources import files
 import pytest
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.job import load_job
+from ir.job.build import prepare
+from ir.job.routing.described import check_routing
 from ir.workload import config_from, load_config, presets
 from ir.workload.config.keys import TYPES
 from tests.ir.workload.models import LLAMA, refused
@@ -77,6 +80,25 @@ def test_which_layers_have_experts():
     assert [v3.is_moe(i) for i in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
     every_other = load_config("tiny-moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [every_other.is_moe(i) for i in range(4)] == [False, True, False, False]
+
+
+def test_a_model_cut_down_to_its_dense_layers_has_no_experts():
+    cut = {"num_hidden_layers": 3}
+    assert load_config("deepseek-v3", cut).moe is not None, "its prediction module has some"
+    assert load_config("deepseek-v3", {**cut, "num_nextn_predict_layers": 0}).moe is None
+    assert load_config("deepseek-v3", {"num_hidden_layers": 4, "num_nextn_predict_layers": 0}).moe is not None
+    job = {
+        "model": {"config": "deepseek-v3", "seq_len": 64, "num_nextn_predict_layers": 0, **cut},
+        "parallel": {"dp": 2},
+    }
+    job |= {"schedule": {"microbatches": 1}}
+    for section, key, value in (("parallel", "ep", 2), ("routing", "kind", "zipf")):
+        with pytest.raises(PiperError, match="no layer of deepseek-v3 has experts") as e:
+            told = load_job({**job, section: {**job.get(section, {}), key: value}})
+            check_routing(told, prepare(told).config)
+        assert e.value.key == f"{section}.{key}"
+    tensor = {"tp": 2, "sequence_parallel": False}  # which experts would not have
+    assert prepare(load_job({**job, "parallel": tensor})).ranks == 2
 
 
 def test_group_limited_routing():

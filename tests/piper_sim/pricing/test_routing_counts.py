@@ -211,7 +211,7 @@ def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], key: str
 
 def test_a_model_without_experts_has_no_routing() -> None:
     prepared, _ = made(job("tiny-llama", parallel={"ep": 1}))
-    with pytest.raises(PiperError, match="no experts"):
+    with pytest.raises(PiperError, match="no layer of tiny-llama has experts"):
         check_routing(job(routing={"kind": "zipf"}), prepared.config)
     check_routing(job(), prepared.config)
 
