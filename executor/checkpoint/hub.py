@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoint.manifest import CheckpointManifest
+from executor.checkpoint.manifest import BUFFERS, CheckpointManifest
 from executor.checkpoint.reader import CheckpointReader
 from executor.checkpoint.tensors import write_tensors
 from executor.modules.base import TORCH
@@ -40,6 +40,7 @@ def write_hub(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DTyp
         index, size = dict[str, str](), 0
         for name, params in zip(names, files, strict=True):
             tensors = dict(_tensors(folder, manifest, params, TORCH[dtype]))
+            tensors |= _buffers(manifest) if name == names[count - 1] else {}
             index |= dict.fromkeys(tensors, name)
             size += sum(t.nbytes for t in tensors.values())
             write_tensors(out / name, tensors)
@@ -76,19 +77,37 @@ def _tensors(
         own = manifest.job.get("model", {}).get("module") is not None
         at = StoredParam(((name,),)) if own else StoredParam.of(name, shapes[name], str(model.get("model_type")))
         for e, parts in enumerate(at.names):
-            yield from zip(parts, (value[e] if at.stacked else value).chunk(len(parts)), strict=True)
+            whole = value[e] if at.stacked else value
+            yield from zip(parts, whole.chunk(len(parts)) if len(parts) > 1 else [whole], strict=True)
     for name, shape in biases({n: shapes[n] for n in names}, (model.get("moe") or {}).get("scoring")).items():
         yield name, _bias(manifest, name, shape)
 
 
 def _bias(manifest: CheckpointManifest, name: str, shape: tuple[int, ...]) -> Tensor:
     """A router's correction: no gradient trained it, so it is where training took it from, or zero."""
+    found = _read_from(manifest, name)
+    return torch.zeros(shape, device="cpu") if found is None else found.read(name, ParamShard(shape), torch.float32)
+
+
+def _buffers(manifest: CheckpointManifest) -> dict[str, Tensor]:
+    """Those of a module that training read beside its parameters, as they were stored."""
+    if (was := manifest.training.model.get(BUFFERS)) is None or (found := _read_from(manifest, "a buffer")) is None:
+        return {}
+    names = found.beside(manifest.training.shapes)
+    if found.digest(names) != was:
+        message, allowed = f"the buffers in {found.path} are not those that were read", "the files of the training"
+        raise PiperError(ErrorKind.USAGE, message, key="model.weights", allowed=allowed)
+    return {n: found.tensor(n) for n in names}
+
+
+def _read_from(manifest: CheckpointManifest, what: str) -> HubCheckpoint | None:
+    """The files that training started from, if it started from any."""
     if (path := manifest.job.get("model", {}).get("weights")) is None:
-        return torch.zeros(shape, device="cpu")
+        return None
     if not Path(path).exists():
-        message = f"{name} was read from {path}, which is not here"
+        message = f"{what} was read from {path}, which is not here"
         raise PiperError(ErrorKind.USAGE, message, key="model.weights", allowed=f"{path}, seen from this folder")
-    return HubCheckpoint(Path(path)).read(name, ParamShard(shape), torch.float32)
+    return HubCheckpoint(Path(path))
 
 
 def _config(manifest: CheckpointManifest, dtype: DType) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from ir.core.files import check_regular, read_bytes, resolve_types
 from ir.core.work import DType
 
 VERSION = 1
+BUFFERS = "buffers beside the weights"  # of what a module was given, a digest
 THREADS = 4  # files read at once
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Shapes = dict[str, tuple[Count, ...]]

@@ -12,7 +12,14 @@ import msgspec
 import torch
 
 from executor.checkpoint.folder import check_free, check_room, complete, newest
-from executor.checkpoint.manifest import CheckpointManifest, CheckpointTraining, check_files, read_manifest, verify
+from executor.checkpoint.manifest import (
+    BUFFERS,
+    CheckpointManifest,
+    CheckpointTraining,
+    check_files,
+    read_manifest,
+    verify,
+)
 from executor.checkpoint.tensors import MANIFEST
 from executor.data.files import digest_of_tokens
 from executor.data.tokens import FileTokens, source_name, source_of
@@ -31,6 +38,7 @@ from ir.workload.config.load import presets, raw_config
 
 WEIGHT = "weight"
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them
+BESIDE = (BUFFERS, "routers' corrections")  # what weights' files have that is no parameter
 Difference = tuple[str, str, str, str | None]  # what differs, key, what it may be, the fix
 
 
@@ -48,7 +56,7 @@ def training_of(prepared: PreparedJob) -> CheckpointTraining:
         tokens=len(source.tokens) if isinstance(source, FileTokens) else 0,
         seed=job.data.seed,
         data=digest_of_tokens(source.tokens) if isinstance(source, FileTokens) else "",
-        model=_model_of(prepared) | _corrections(prepared),
+        model=_model_of(prepared) | _beside(prepared),
     )
 
 
@@ -58,12 +66,16 @@ def _model_of(prepared: PreparedJob) -> dict[str, Any]:
     return {k: v for k, v in table.items() if k != "padding" or v is not None}
 
 
-def _corrections(prepared: PreparedJob) -> dict[str, str]:
-    """What routers were given beside weights, which no file of ours has: a digest, so that it is given again."""
+def _beside(prepared: PreparedJob) -> dict[str, str]:
+    """What routers, or a user's buffers, were given beside weights, which no checkpoint of ours has: a digest, so that
+    it is given again."""
     shapes = {p.name: p.shape for e in prepared.base.entries for p in e.part.params}
     moe, given = prepared.config.moe, weights_of(prepared.job)
-    names = biases(shapes, moe.scoring if moe and given else None)
-    return {"routers' corrections": given.digest(names)} if names and given else {}
+    if given is None:
+        return {}
+    own = prepared.job.model.module is not None
+    names = given.beside(shapes) if own else [*biases(shapes, moe.scoring if moe else None)]
+    return {BESIDE[not own]: given.digest(names)} if names else {}
 
 
 def check_same(manifest: CheckpointManifest, prepared: PreparedJob, folder: Path) -> None:
@@ -80,7 +92,8 @@ def _differences(manifest: CheckpointManifest, prepared: PreparedJob) -> Iterato
     for ours, theirs in (shapes, (now.model, was.model)):
         for k in {**ours, **theirs}:
             if (mine := ours.get(k, "missing")) != (other := theirs.get(k, "missing")):
-                yield f"{k} is {mine} here, {other} there", "model.config", f"{k}: {other}", _model(manifest, job)
+                key = "model.weights" if k in BESIDE else "model.config"
+                yield f"{k} is {mine} here, {other} there", key, f"{k}: {other}", _model(manifest, job)
     if (a := now.length) != (b := was.length):
         yield f"{a} tokens in a sequence here, {b} there", "model.seq_len", str(b), f"--set model.seq_len={b}"
     if (a := now.sequences) != (b := was.sequences):

@@ -131,10 +131,16 @@ class HubCheckpoint:
         for name in (n for n in self._tensors if n not in read and any(fnmatchcase(n, u) for u in _TIED)):
             self._check_copy(name, shapes)
 
+    def beside(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Tensors that are no parameter: buffers of a module, in the order of their names."""
+        found = (names for name, shape in shapes.items() for names in self._find(name, shape).names)
+        read = {n for names in found for n in names}
+        return sorted(n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES + _TIED))
+
     def _check_copy(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """A tensor that is not read must be what is read instead: transformers ties no weights that differ."""
         whole = _TIED[0] if name.endswith(".head.weight") and _TIED[0] in shapes else next(iter(shapes))
-        a, b = self._tensor(name), self._tensor(self._find(whole, shapes[whole]).names[0][0])
+        a, b = self.tensor(name), self.tensor(self._find(whole, shapes[whole]).names[0][0])
         if not (torch.equal(a, b) if a.dtype == b.dtype else torch.equal(a.double(), b.double())):
             message, fix = f"{name} has other values than {whole}, and the job's model has one of both", None
             if name == _TIED[0]:
@@ -162,15 +168,16 @@ class HubCheckpoint:
         """A rank's share of a parameter: a tensor of its own, rounded to `dtype`."""
         at, out = self._find(name, share.shape), torch.empty(share.local, dtype=dtype, device="cpu")
         if not at.stacked:
-            return out.copy_(share.take(self._tensor(at.names[0][0])))
+            return out.copy_(share.take(self.tensor(at.names[0][0])))
         by_expert = next((c for c in share.cuts if c.dim == 0), None)
         held = range(share.shape[0]) if by_expert is None else by_expert.rows().tolist()
         rest = ParamShard(share.shape[1:], tuple(replace(c, dim=c.dim - 1) for c in share.cuts if c.dim))
         for k, e in enumerate(held):
-            out[k] = rest.take(torch.cat([self._tensor(n) for n in at.names[e]]))
+            out[k] = rest.take(torch.cat([self.tensor(n) for n in at.names[e]]))
         return out
 
-    def _tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
+        """One tensor as it is stored."""
         found: Tensor = self._tensors[name][1].get_tensor(name)
         return found
 
@@ -178,7 +185,7 @@ class HubCheckpoint:
         """SHA-256 of some tensors' values in float64."""
         out = hashlib.sha256()
         for name in names:
-            out.update(self._tensor(name).double().numpy().tobytes())
+            out.update(self.tensor(name).double().numpy().tobytes())
         return out.hexdigest()
 
 

@@ -1,0 +1,112 @@
+"""Buffers that a module of the user's own was given beside its weights: no checkpoint has them, and none goes on, or is
+exported, without them."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from executor.checkpoint.__main__ import main as lister
+from executor.modules.hub_weights import WHOLE
+from piper_sim.app.cli import main
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gain = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        return x + self.gain * torch.relu(self.up(x)) * self.scale
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+"""
+JOB = """
+model = { module = "model.py:build", tags = { PP = "layers.*" }, seq_len = 8 }
+parallel = { pp = 2 }
+schedule = { microbatches = 2 }
+precision = { compute = "fp64" }
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job whose weights lie beside it in `given`, with buffers that build() does not make."""
+    (tmp_path / "model.py").write_text(SOURCE)
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "given").mkdir()
+    module = built(tmp_path)
+    for number, layer in enumerate(module.layers):
+        layer.scale.copy_(torch.arange(8) * (number + 1.0))
+    save_file(module.state_dict(), tmp_path / "given" / WHOLE)
+    return tmp_path / "job.toml"
+
+
+def built(folder: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("buffered", folder / "model.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    module: nn.Module = found.build().double()
+    return module
+
+
+def run(job: Path, capsys: pytest.CaptureFixture[str], steps: int, *flags: str) -> tuple[int, Any]:
+    """The exit code and the object."""
+    usual = ["run", str(job), "-n", "2", "--steps", str(steps), "--backend", "local", "--json"]
+    code = main([*usual, *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+GIVEN = ("--set", 'model.weights="given"')
+
+
+def test_a_run_goes_on_with_the_buffers_that_it_was_given(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep = job.parent / "keep"
+    _, whole = run(job, capsys, 2, *GIVEN)
+    run(job, capsys, 1, *GIVEN, "--save", str(keep))
+    _, again = run(job, capsys, 2, *GIVEN, "--resume", str(keep))
+    assert again["losses"] == whole["losses"][1:]
+    code, told = run(job, capsys, 2, "--resume", str(keep))  # by those of build() it would train another model
+    assert (code, told["error"]["key"]) == (2, "model.weights") and "buffers" in told["error"]["message"]
+    assert told["error"]["suggestion"] == f"--set model.weights={job.parent / 'given'}"
+    values = load_file(job.parent / "given" / WHOLE)
+    save_file({n: v + 1 if "scale" in n else v for n, v in values.items()}, job.parent / "given" / WHOLE)
+    code, told = run(job, capsys, 2, *GIVEN, "--resume", str(keep))
+    assert code == 2 and "buffers" in told["error"]["message"]
+    assert lister([str(keep), "--hub", str(job.parent / "other")]) == 2
+
+
+def test_what_is_exported_has_every_value_of_the_module(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Buffers, and parameters without dimensions."""
+    keep, out = job.parent / "keep", job.parent / "out"
+    run(job, capsys, 1, *GIVEN, "--save", str(keep))
+    assert lister([str(keep), "--hub", str(out)]) == 0
+    module, given = built(job.parent), load_file(job.parent / "given" / WHOLE)
+    found = load_file(out / WHOLE)
+    module.load_state_dict(found)  # all of them, and no other
+    assert all(torch.equal(v, given[n]) is ("scale" in n) for n, v in found.items())
+    assert found["layers.0.gain"].shape == ()
