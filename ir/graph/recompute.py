@@ -11,6 +11,7 @@ WHOLE = {
     "mlp": frozenset({"mlp", "router", "shared", "experts", "add"}),
     "full": frozenset({"attn", "cross", "mixer", "mlp", "router", "shared", "experts", "add", "block"}),
 }
+NORMED = frozenset({"norm", "operators"})  # options that make outputs of norms again
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class RecomputedLayers:
     def of(self, chunk: Chunk) -> frozenset[str]:
         """The options that a chunk has."""
         return self.options if self.layers is None or chunk.tags.get("L") in self.layers else frozenset()
+
+    def makes_norm(self, chunk: Chunk, part: str) -> bool:
+        """Whether a part that keeps a norm's output makes that again, by itself."""
+        return not self.of(chunk).isdisjoint(NORMED) and not self.whole(chunk, part)
 
     def ends_early(self, chunk: Chunk, part: str) -> bool:
         """Whether a part that runs again leaves its last product out: nobody reads what a layer hands on."""

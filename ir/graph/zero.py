@@ -31,12 +31,31 @@ def compute_nodes(graph: Graph) -> Mapping[tuple[int, str], list[int]]:
     return out
 
 
+def readers(graph: Graph, b: Bucket) -> list[int]:
+    """The compute nodes that read a bucket's weights: all passes of the parts that hold them, and the backward of
+    those that make again what was made with them."""
+    more = (i for name in b.params for i in _borrowers(graph).get(name, ()))
+    return sorted({*part_nodes(graph, b), *more})
+
+
+@lru_cache(maxsize=2)
+def _borrowers(graph: Graph) -> Mapping[str, list[int]]:
+    """The compute nodes whose pass may make a norm's output again with a parameter of another part."""
+    out: dict[str, list[int]] = defaultdict(list)
+    for e in graph.entries:
+        if e.part.borrowed and graph.recompute.makes_norm(e.chunk, e.part.name):
+            found = compute_nodes(graph).get((e.stage, e.name), ())
+            for name in e.part.borrowed:
+                out[name] += [i for i in found if graph.nodes[i].kind is not Pass.F]
+    return out
+
+
 def gathered(graph: Graph, found: tuple[Bucket, ...]) -> dict[int, list[Bucket]]:
     """The ZeRO-3 buckets that each compute node reads its weights from."""
     out: dict[int, list[Bucket]] = defaultdict(list)
     for b in per_microbatch(found):
         if b.replica.zero == 3:
-            for i in part_nodes(graph, b):
+            for i in readers(graph, b):
                 out[i].append(b)
     return out
 
@@ -49,6 +68,6 @@ def sharded_of(graph: Graph, found: tuple[Bucket, ...]) -> Mapping[int, frozense
     """
     out: dict[int, frozenset[str]] = defaultdict(frozenset)
     for b in per_microbatch(found):
-        for i in part_nodes(graph, b, frozenset(Pass) if b.replica.zero == 3 else frozenset({Pass.W})):
+        for i in readers(graph, b) if b.replica.zero == 3 else part_nodes(graph, b, frozenset({Pass.W})):
             out[i] |= {b.key}
     return out

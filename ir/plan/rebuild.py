@@ -9,7 +9,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.core.order import IntArray
 from ir.graph.graph import Graph
-from ir.graph.zero import part_nodes
+from ir.graph.zero import part_nodes, readers
 from ir.plan.plan import (
     AT_START,
     CATEGORIES,
@@ -219,14 +219,16 @@ class _Reading:
             np.concatenate([zero, cover]),
         )
 
-    def _bucket_covers(self, naming: int, op: int, passes: frozenset[Pass]) -> list[int]:
-        """The covers of an op that work on the bucket which another op gathers or reduces."""
-        found = self.words.buckets.get(self.c.shapes[int(self.c.shape[naming])].bucket)
-        nodes = part_nodes(self.c.graph, found, passes) if found else ()
+    def _bucket_covers(self, naming: int, op: int, *, makes: bool) -> list[int]:
+        """The covers of an op that read the bucket which another op gathers, or make what another op reduces."""
+        found, graph = self.words.buckets.get(self.c.shapes[int(self.c.shape[naming])].bucket), self.c.graph
+        if found is None:
+            return []
+        nodes = part_nodes(graph, found, frozenset({Pass.W})) if makes else readers(graph, found)
         return [k for k, (n, _) in enumerate(self.c.shapes[int(self.c.shape[op])].covers) if n in nodes]
 
     def _first_w(self, naming: int, op: int) -> int:
-        return min(self._bucket_covers(naming, op, frozenset({Pass.W})), default=0)
+        return min(self._bucket_covers(naming, op, makes=True), default=0)
 
     def buffers(self) -> Buffers:
         """All columns."""
@@ -241,7 +243,6 @@ class _Reading:
         end = np.where(free == alloc, self.columns["alloc_cover"], AT_START)
         dies = op == free[buffer]
         np.maximum.at(end, buffer[dies], cover[dies])
-        everything = frozenset(Pass)
         memo: dict[tuple[int, int], int] = {}
         for k in np.flatnonzero(free[self.local :] >= 0).tolist():
             naming, at = int(self.columns["slot"][self.local + k]), int(free[self.local + k])
@@ -249,7 +250,7 @@ class _Reading:
             if shape.role is CollectiveRole.GATHER:
                 key = int(self.c.shape[naming]), int(self.c.shape[at])
                 if key not in memo:
-                    memo[key] = max(self._bucket_covers(naming, at, everything), default=AT_START)
+                    memo[key] = max(self._bucket_covers(naming, at, makes=False), default=AT_START)
                 end[self.local + k] = memo[key]
         return sorted_buffers({**self.columns, "free": free, "free_cover": np.where(free >= 0, end, 0)})
 

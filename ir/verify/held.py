@@ -144,10 +144,18 @@ def _held(graph: Graph, b: Bucket, params: Sequence[_Holders], nodes: Nodes) -> 
         raise _wrong(b, f"of shares on {b.copies} ranks each, not {copies}")
     if ranks * copies > 1 and not b.replicated:
         raise _wrong(b, "kept in step by nothing, though other ranks hold copies", 'replicate({}, "zero": 0)')
-    users = sorted({i for k in entries for i in nodes[graph.entries[k].stage, graph.entries[k].name]})
-    adds = tuple(i for i in users if graph.nodes[i].kind is Pass.W)
+    own = {i for k in entries for i in nodes[graph.entries[k].stage, graph.entries[k].name]}
+    adds = tuple(sorted(i for i in own if graph.nodes[i].kind is Pass.W))
+    users = sorted(own.union(*(_borrowing(graph, e, nodes) for e in graph.entries if {*e.part.borrowed} & {*b.params})))
     share = _fullest([p.numel for p in params], ranks) if b.matrices and b.replica.zero else -(-numel // ranks)
     return HeldShards(b, inside, over, across, times, share, tuple(users), adds)
+
+
+def _borrowing(graph: Graph, e: PlacedPart, nodes: Nodes) -> set[int]:
+    """The backward of a part that runs a norm again whose parameters another part has."""
+    back = {i for i in nodes[e.stage, e.name] if graph.nodes[i].kind is not Pass.F}
+    runs = [k.label for i in back if graph.nodes[i].kind is Pass.R for k in graph.nodes[i].work]
+    return back if "normed.again" in runs else set()
 
 
 def _fullest(sizes: Sequence[int], ranks: int) -> int:

@@ -72,7 +72,7 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
         own += (
             (p.whole(f"{prefix}{inner}shared_expert_gate.weight", 1, config.hidden),) if config.form.shared_gate else ()
         )
-        shared = (Part("shared", ("router",), (), own),)
+        shared = (Part("shared", ("router",), (), own, tuple(q.name for q in norm)),)
     back = p.latent(config, f"{prefix}{inner}fc2_latent_proj", config.hidden, moe.latent)
     add = Part("add", ("experts", *(s.name for s in shared), stream), (), back)
     router = Part("router", (stream,), after, (*norm, *p.router(config, prefix + inner)))

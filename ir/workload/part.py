@@ -138,13 +138,15 @@ class Part:
 
     name: unique in its chunk ("attn"). inputs: the parts it reads, "" standing for the chunk's own input, `ENCODER` for
     the encoder's output.
-    keeps: which of these inputs backward reads again. The name picks the builder of its work.
+    keeps: which of these inputs backward reads again. borrowed: parameters of other parts, with which backward makes a
+    norm's output again where that is not kept. The name picks the builder of its work.
     """
 
     name: str
     inputs: tuple[str, ...] = ("",)
     keeps: tuple[KeptBuffer, ...] = ()
     params: tuple[Param, ...] = ()
+    borrowed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
