@@ -12,7 +12,7 @@ import numpy as np
 from ir.core.errors import check_installed
 from ir.core.files import FileErrors
 
-COLUMN = "input_ids"
+COLUMN, LABELS = "input_ids", "labels"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class ChunkedTokens:
 def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
     """All rows of column `input_ids`, in their order, behind one another; a page is read when somebody reads on it.
 
-    Raises PiperError (missing_dependency): `datasets` is not installed; (job): the folder holds no such column.
+    Raises PiperError (missing_dependency): `datasets` is not installed; (job): the folder holds no such column, or masks
+    labels in another: every token here is the label of the one before it.
     """
     check_installed("datasets", "datasets", f"{folder} is a folder, so a saved dataset")
     import datasets
@@ -77,8 +78,19 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
     if COLUMN not in found.column_names:
         has = ", ".join(found.column_names)
         raise form.wrong(f"a dataset without the column {COLUMN}: {has}", path, None, lists)
+    if LABELS in found.column_names and _hides(found.data.column(LABELS)):
+        message, allowed = f"column {LABELS} hides some labels (-100), and is not read", "datasets whose tokens all count"
+        raise form.wrong(message, path, None, allowed, f"remove_columns({LABELS!r}), and all count")
     try:
         chunks = [c.flatten().to_numpy(zero_copy_only=True) for c in found.data.column(COLUMN).chunks]
     except (AttributeError, ValueError, ArrowException) as error:  # no lists; holes, or no numbers in them
         raise form.wrong(f"column {COLUMN} is {found.features[COLUMN]}, or has holes", path, None, lists) from error
     return ChunkedTokens.of(chunks)
+
+
+def _hides(column: Any) -> bool:
+    """Whether a column of lists has a negative number."""
+    from pyarrow import compute
+
+    lows = [compute.min(c.flatten()).as_py() for c in column.chunks if hasattr(c, "flatten")]
+    return any(isinstance(low, int) and low < 0 for low in lows)

@@ -199,7 +199,7 @@ def _refuse_recompute(prepared: PreparedJob) -> None:
 
 
 def _refuse_repeated(prepared: PreparedJob) -> None:
-    """Heads that ranks exchange, where a rank would have none of keys and values of its own. A module says it itself."""
+    """Heads that ranks exchange, where a rank would have none of keys and values of its own. Modules say it."""
     if prepared.config.model_type == "captured":
         return
     c, layouts = prepared.config, [e.layout for e in prepared.plan().graph.entries]

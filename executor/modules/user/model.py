@@ -129,7 +129,7 @@ class UserModel:
         used = {id(p) for c in self._cut.chunks for m in self._modules(c) for p in m.parameters()}
         if idle := [n for i, n in self._names.items() if i not in used]:
             message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
-            raise PiperError(ErrorKind.MODEL, f"{message} read by no chunk", suggestion="leave out what is not used")
+            raise model_error(f"{message} read by no chunk", "leave out what is not used", key="model.module")
 
     @cached_property
     def idle(self) -> tuple[str, ...]:

@@ -83,3 +83,12 @@ def test_what_is_no_dataset_of_tokens_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(PiperError, match="needs datasets") as told:
         map_tokens(str(tmp_path / "set"), 128)
     assert told.value.kind is ErrorKind.MISSING_DEPENDENCY
+
+
+def test_labels_that_hide_tokens_are_not_silently_left_out(tmp_path: Path) -> None:
+    """Copies of the tokens, as packing scripts add them, say nothing new; a prompt's -100 does."""
+    for name, labels in (("copies", ROWS), ("hidden", [[-100, *row[1:]] if row else row for row in ROWS])):
+        datasets.Dataset.from_dict({"input_ids": ROWS, "labels": labels}).save_to_disk(str(tmp_path / name))
+    assert map_tokens(str(tmp_path / "copies"), 128)[:].tolist() == FLAT.tolist()
+    with pytest.raises(PiperError, match=r"column labels hides some labels \(-100\), and is not read"):
+        map_tokens(str(tmp_path / "hidden"), 128)
