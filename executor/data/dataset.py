@@ -59,8 +59,8 @@ class ChunkedTokens:
 def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
     """All rows of column `input_ids`, in their order, behind one another; a page is read when somebody reads on it.
 
-    Raises PiperError (missing_dependency): `datasets` is not installed; (job): the folder holds no such column, or masks
-    labels in another: every token here is the label of the one before it.
+    Raises PiperError (missing_dependency): `datasets` is not installed; (job): the folder holds no such column, or
+    hides labels in another: every token here is the label of the one before it.
     """
     check_installed("datasets", "datasets", f"{folder} is a folder, so a saved dataset")
     import datasets
@@ -79,7 +79,10 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
         has = ", ".join(found.column_names)
         raise form.wrong(f"a dataset without the column {COLUMN}: {has}", path, None, lists)
     if LABELS in found.column_names and _hides(found.data.column(LABELS)):
-        message, allowed = f"column {LABELS} hides some labels (-100), and is not read", "datasets whose tokens all count"
+        message, allowed = (
+            f"column {LABELS} hides some labels (-100), and is not read",
+            "datasets whose tokens all count",
+        )
         raise form.wrong(message, path, None, allowed, f"remove_columns({LABELS!r}), and all count")
     try:
         chunks = [c.flatten().to_numpy(zero_copy_only=True) for c in found.data.column(COLUMN).chunks]

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
-from executor.modules.user.annotate import cut
+from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided.linears import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
 from executor.modules.user.own_functions import is_own
@@ -39,7 +39,7 @@ from executor.modules.user.routed import (
     mark_experts,
     refuse_unlike_experts,
 )
-from executor.modules.user.trainable import refuse_training, unrepeatable
+from executor.modules.user.trainable import checked_module, refuse_training, unrepeatable
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
@@ -88,9 +88,7 @@ class UserModel:
         with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with host_seeded(seed), making():
-                module = built(build)
-        if not isinstance(module, nn.Module):
-            raise PiperError(ErrorKind.MODEL, f"build() returned {type(module).__name__}", allowed="a torch.nn.Module")
+                module = checked_module(built(build))
         with making():
             self.module = module if dtype is None else _cast(module, dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}

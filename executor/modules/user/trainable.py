@@ -6,7 +6,26 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from executor.modules.user.annotate import ChunkedModel, model_error
-from ir.core.errors import PiperError
+from ir.core.errors import ErrorKind, PiperError
+
+
+def checked_module(made: object) -> nn.Module:
+    """What build() has made. Raises PiperError (model): no module, or one of sparse gradients.
+
+    >>> checked_module(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    Traceback (most recent call last):
+    ...
+    ir.core.errors.PiperError: model.module: 0 makes sparse gradients, which no sum over microbatches here takes
+    allowed: dense gradients
+    fix: sparse = False
+    """
+    if not isinstance(made, nn.Module):
+        raise PiperError(ErrorKind.MODEL, f"build() returned {type(made).__name__}", allowed="a torch.nn.Module")
+    for name, part in made.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            message = f"{name} makes sparse gradients, which no sum over microbatches here takes"
+            raise model_error(message, "sparse = False", "dense gradients", "model.module")
+    return made
 
 
 def refuse_training(module: nn.Module, cut: ChunkedModel, live: bool) -> None:
