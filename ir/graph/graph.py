@@ -168,12 +168,12 @@ class Graph:
         out: BoolArray = ~(join | once[self.ends[:, 0]] | once[self.ends[:, 1]])
         return out
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Number of stages."""
         return 1 + max((n.stage for n in self.nodes), default=-1)
 
-    @property
+    @cached_property
     def programs(self) -> int:
         """Number of groups that something is placed on."""
         return 1 + max((s.group for n in self.nodes for s in n.spans), default=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -152,13 +151,13 @@ def _weights(plan: Plan) -> tuple[list[int], list[int]]:
     if not gathers:
         return row, on
     readers = {b.key: part_nodes(plan.graph, b) for b in buckets(plan.graph)}
-    covered = _covered(plan)
+    covered, first = _covered(plan), _first_rows(plan)
     for i in gathers:
         n = plan.graph.nodes[i]
-        reads, makes = (_rows(plan, covered, nodes) for nodes in (readers[n.bucket], [i]))
+        reads, makes = ({k for node in nodes for k in covered.get(node, ())} for nodes in (readers[n.bucket], [i]))
         for p in n.groups:
-            row.append(int(reads[plan.program[reads] == p][0]))
-            on.append(int(makes[plan.program[makes] == p][0]))
+            row.append(min(first[p, k] for k in reads if (p, k) in first))
+            on.append(min(first[p, k] for k in makes if (p, k) in first))
     return row, on
 
 
@@ -171,8 +170,7 @@ def _covered(plan: Plan) -> dict[int, list[int]]:
     return out
 
 
-def _rows(plan: Plan, covered: Mapping[int, list[int]], nodes: Sequence[int]) -> IntArray:
-    """The ops that cover any of the nodes."""
-    wanted = np.zeros(len(plan.shapes), dtype=np.bool_)
-    wanted[[k for n in nodes for k in covered.get(n, ())]] = True
-    return np.flatnonzero(wanted[plan.shape])
+def _first_rows(plan: Plan) -> dict[tuple[int, int], int]:
+    """(program, shape) → its first op."""
+    found, row = np.unique(plan.program * len(plan.shapes) + plan.shape, return_index=True)
+    return {divmod(k, len(plan.shapes)): i for k, i in zip(found.tolist(), row.tolist(), strict=True)}

@@ -6,6 +6,7 @@ the device's allocator.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from ir.core.ops import Pass
 from ir.core.order import BoolArray, FloatArray, IntArray
 from ir.core.waits import order_by
 from ir.graph.sync import Bucket, buckets
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import AT_START, CATEGORIES, OpKind, OpShape, Plan, covers_of, spread
 from ir.trace.trace import MemorySamples
 from ir.workload.params import local_numel
@@ -60,6 +62,7 @@ class Memory:
         return out
 
 
+@once_per_plan
 def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]:
     """Parameters, gradients and optimizer of each program, one copy of each parameter, sharded as its bucket says."""
     out = []
@@ -285,8 +288,13 @@ class ReservedMemory:
 
 def bands(found: Sequence[ReservedMemory]) -> list[MemoryBand]:
     """The bands of several programs; compiled replays hold no lock."""
-    with ThreadPoolExecutor() as threads:
+    with _threads(len(found)) as threads:
         return list(threads.map(lambda r: r.band, found))
+
+
+def _threads(tasks: int) -> ThreadPoolExecutor:
+    """No more than can run: starting one takes as long as a small replay."""
+    return ThreadPoolExecutor(max(1, min(tasks, os.cpu_count() or 1)))
 
 
 def requests(plan: Plan, found: Memory) -> list[tuple[MemoryRequests, IntArray]]:
@@ -305,7 +313,7 @@ def reserved(plan: Plan, found: Memory, hardware: DeviceHardware, limit: int = U
     if hardware.reserved_over_allocated[1] == 1:
         return tuple(_uncached(int(b), int(at), hardware, limit) for b, at in zip(found.peak, found.at, strict=True))
     asked = requests(plan, found)
-    with ThreadPoolExecutor() as threads:
+    with _threads(len(asked)) as threads:
         return tuple(threads.map(lambda x, peak: _cached(x[0], x[1], int(peak), hardware, limit), asked, found.peak))
 
 

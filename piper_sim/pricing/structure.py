@@ -26,7 +26,7 @@ def different_nodes(plan: Plan, named: bool) -> tuple[list[GraphNode], IntArray]
 @once_per_plan
 def different_messages(plan: Plan) -> tuple[list[GraphNode], IntArray]:
     """(nodes that differ in the message they are, [node] which of them): one that is none stands for all such."""
-    keys = [None if n.message is None else (id(n.message), joined(n)) for n in plan.graph.nodes]
+    keys = [None if n.message is None else (n.message, joined(n)) for n in plan.graph.nodes]
     return _different(plan, keys)
 
 
