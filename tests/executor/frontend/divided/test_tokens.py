@@ -103,6 +103,7 @@ RUNS = [
     ("qwen3", _sets(HEADS, schedule="dualpipe", pp=2)),
     ("mixtral", _sets("parallel.tp=2", "parallel.ep=2")),
     ("mixtral", _sets(HEADS)),
+    ("Both", _sets()),
     ("qwen3_moe", _sets(HEADS, "parallel.ep=4", "parallel.zero=2", "parallel.dp=2", "schedule.recompute=full",
                         pp=2, mbs=HALF)),
     ("llama", [*_sets()[1:], "parallel.cp=4"]),
