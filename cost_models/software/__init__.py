@@ -49,8 +49,8 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     and the reductions beside them, get. copies: rate, over that of elementwise kernels, at which gathered weights are
     copied out of one buffer, and gradients into another (where these change their format, at that of casts); 0: nothing
     is copied. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors,
-    whole_logits, stops_early: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources: where each
-    constant is from.
+    whole_logits, stops_early, masked: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources:
+    where each constant is from.
     """
 
     name: str = ""
@@ -75,12 +75,13 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     copies: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     fp8_recipe: Fp8Recipe | None = None
     loss_vectors: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
-    loss: Literal["parallel", "plain", "torch", "fused"] | None = None
+    loss: Literal["parallel", "plain", "torch", "fused", "returned"] | None = None
     eager: bool = False
     op_by_op: bool = False
     keep_gathered: bool = False
     whole_logits: bool = False
     stops_early: bool = False
+    masked: bool = False
     sources: dict[str, str] = {}
 
     @property
@@ -95,6 +96,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
             self.op_by_op,
             whole_logits=self.whole_logits,
             stops_early=self.stops_early,
+            masked=self.masked,
         )
 
 

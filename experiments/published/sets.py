@@ -285,7 +285,7 @@ def one_gpu(line: Line, job: Table) -> Facts:
     if line["precision"] == "autocast":
         return {"why": "autocast: a residual stream in fp32 beside products in bf16"}
     if line["torch_compile"] == "1":  # layers and loss by Inductor, as torchtitan's; attention is the newer PyTorch's
-        job["costs"] |= {"software": "torchtitan-compiled-loss", "portable_attention": False}
+        job["costs"] |= {"software": "transformers-compiled"}
     job["model"].update(facts()["models"][line["model"]])
     return {"memory": {FULLEST: float(line["peak_allocated_bytes"])}}
 

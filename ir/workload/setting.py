@@ -85,13 +85,15 @@ class TokenLossKind(StrEnum):
     parallel: a copy in fp32, whose softmax is taken in place (Megatron's, over a divided vocabulary). plain: the same
     out of place, beside the logits, as PyTorch code does. torch: torch.nn.functional.cross_entropy of such a copy: the
     softmax's logarithm, beside which backward has two tensors more. fused: the logits as they are, and a number per
-    token.
+    token. returned: the same by a compiled graph that gives the logits back, too, for whose own gradient autograd makes
+    zeros, which are added.
     """
 
     PARALLEL = "parallel"
     PLAIN = "plain"
     TORCH = "torch"
     FUSED = "fused"
+    RETURNED = "returned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ class KernelStyle:
     kernel each or several, and what autograd saves of them stays.
     grouped: a device's experts are one product, not one after the other. whole_logits: tensor-parallel ranks gather the
     logits, and each has the loss of all of them. stops_early: a layer that is recomputed is so up to the last value
-    that backward reads, without its last product.
+    that backward reads, without its last product. masked: attention is given its mask as a tensor, keys and values for
+    each head of queries: its kernels work on whole squares of scores.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
@@ -115,6 +118,7 @@ class KernelStyle:
     grouped: bool = True
     whole_logits: bool = False
     stops_early: bool = False
+    masked: bool = False
 
 
 FUSED_STYLE = KernelStyle()

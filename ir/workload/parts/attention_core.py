@@ -46,7 +46,9 @@ class AttentionCore:
         return self.heads * self.v
 
     def repeated(self, s: PartSetting) -> int:
-        """How often keys and values are there, where ranks that exchange heads are more than KV heads."""
+        """How often keys and values are there: beside a mask for each head, or for ranks that exchange heads."""
+        if s.style.masked and s.attention is AttentionKind.FLASH:
+            return self.heads // self.kv_heads
         return max(1, s.layout.cp // self.kv_heads) if s.layout.cp_heads else 1
 
     def forward(self, s: PartSetting) -> Work:
@@ -103,7 +105,7 @@ class AttentionCore:
         if s.attention is AttentionKind.FLASH:
             lse = SavedBuffer("lse", 4 * s.tokens * self.heads, Pass.I)
             if not s.layout.cp_heads:
-                return (lse,)
+                return (*beside, lse)
             attended = SavedBuffer("attended", s.tokens * self.out_features * s.wide, Pass.I)  # before it went home
             return (*beside, lse, attended)
         # Softmax output, and with dropout its mask (one byte) and its output: the 5as²b of arXiv:2205.05198.
@@ -148,7 +150,8 @@ class AttentionCore:
 
     def _flash(self, s: PartSetting, passes: int, features: int, label: str) -> Kernel:
         b, q, kv, heads = s.shape.microbatch_size, self.queries(s), self.seen(s), self.worked_on(s)
-        flops = b * self.heads * self.pairs_doubled(s) // s.layout.cp * features
+        pairs = 2 * s.shape.seq_len * self.seen(s) if s.style.masked else self.pairs_doubled(s)
+        flops = b * self.heads * pairs // s.layout.cp * features
         kv_heads = self.kv_heads * self.repeated(s) * heads // self.heads
         tensors = b * (q * heads * (self.qk + self.v) + kv * kv_heads * (self.qk + self.v))
         sums = 2 * 4 * b * q * heads * self.qk if passes == 2 else 0

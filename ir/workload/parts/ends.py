@@ -12,6 +12,7 @@ from ir.workload.parts.residual import normed, stats, written
 from ir.workload.setting import PartSetting, TokenLossKind
 
 ID_BYTES = 8  # of a token's number
+_FUSED = frozenset({TokenLossKind.FUSED, TokenLossKind.RETURNED})
 
 
 def embed(s: PartSetting) -> PartWork:
@@ -126,7 +127,7 @@ def head(s: PartSetting) -> PartWork:
     turned = s.style.loss is TokenLossKind.PARALLEL and exact == s.wide and not whole
     cap, size = bool(c.form.logit_cap), read * s.wide
     moved = [_loss(s, "logits", n * size) for n in ((2, 3) if cap else (2, 2))] if _squeezed(s) else []
-    kept = SavedBuffer("capped", size if cap and s.style.loss is not TokenLossKind.FUSED else 0, Pass.I)
+    kept = SavedBuffer("capped", size if cap and s.style.loss not in _FUSED else 0, Pass.I)
     return PartWork(
         forward=(out.forward(s), *joined, *moved[:1], *loss.forward, *_vectors(s, s.tokens * exact)),
         input_grad=(*loss.backward, *moved[1:], out.input_grad(s)),
@@ -173,7 +174,7 @@ def _cross_entropy(s: PartSetting, logits: int) -> _CrossEntropy:
     _ShardedCrossEntropy). torch: softmax reads for its maximum, for its sum and to write; backward writes zeros and the
     labels' places, and reads that twice beside the softmax to write the copy's gradient. fused: one kernel reads
     logits, another reads them again and writes the gradient beside them (flash_attn.losses.cross_entropy, not in
-    place).
+    place). returned: that one reads zeros, too, which another kernel has written.
     """
     wide, exact = s.wide, max(4, s.wide)
     copy = _loss(s, "to_fp32", logits * (wide + exact))
@@ -184,6 +185,10 @@ def _cross_entropy(s: PartSetting, logits: int) -> _CrossEntropy:
             forward = (_loss(s, "cross_entropy", logits * wide),)
             backward = (_loss(s, "backward", 2 * logits * wide),)
             return _CrossEntropy(forward, backward, logits * wide, 0)
+        case TokenLossKind.RETURNED:
+            forward = (_loss(s, "cross_entropy", logits * wide),)
+            backward = (_loss(s, "zeros", logits * wide), _loss(s, "backward", 3 * logits * wide))
+            return _CrossEntropy(forward, backward, logits * wide, 0, logits * wide)
         case TokenLossKind.PLAIN:
             # The maximum reads; shift, exp and normalisation read and write; the sum reads.
             forward = (copy, *(_loss(s, f"softmax.{i}", logits * n * exact) for i, n in enumerate((1, 2, 2, 1, 2))))

@@ -128,6 +128,7 @@ def test_the_loss_is_listed_as_it_runs():
         ({}, KernelStyle(TokenLossKind.PARALLEL)),
         ({"eager": True}, KernelStyle(TokenLossKind.PLAIN, eager=True)),
         ({"eager": True, "loss": "fused"}, KernelStyle(TokenLossKind.FUSED, eager=True)),
+        ({"loss": "returned", "masked": True}, KernelStyle(TokenLossKind.RETURNED, masked=True)),
         ({"keep_gathered": True}, KernelStyle(TokenLossKind.PARALLEL, keep_gathered=True)),
     ],
 )

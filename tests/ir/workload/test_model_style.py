@@ -35,6 +35,7 @@ def kept(at, part, style, layout=PartLayout()):
         (TokenLossKind.PLAIN, 4, 2 + 4, 2),
         (TokenLossKind.TORCH, 4, 2 + 4, 2),
         (TokenLossKind.FUSED, 2, 0, 2),
+        (TokenLossKind.RETURNED, 2, 0, 2),
     ],
 )
 def test_bytes_of_a_logit(loss, keeps, beside, after):
@@ -44,7 +45,8 @@ def test_bytes_of_a_logit(loss, keeps, beside, after):
     assert head.forward_workspace == beside * logits
     assert head.stash_bytes == after * logits, "their gradient"
     wide = head.stash_bytes + head.input_grad_workspace
-    assert wide == (2 * 4 * logits if loss is TokenLossKind.TORCH else after * logits)
+    beside_back = {TokenLossKind.TORCH: 2 * 4, TokenLossKind.RETURNED: 2 + 2}
+    assert wide == beside_back.get(loss, after) * logits
 
 
 def test_a_fused_loss_moves_least_and_a_plain_one_most():
@@ -53,6 +55,26 @@ def test_a_fused_loss_moves_least_and_a_plain_one_most():
     ]
     fused, parallel, plain = (sum(k.bytes for k in (*w.forward, *w.input_grad)) for w in heads)
     assert fused < parallel < plain
+
+
+def test_logits_that_are_given_back_have_a_gradient_of_zeros():
+    fused, returned = (work(-1, "head", KernelStyle(x)) for x in (TokenLossKind.FUSED, TokenLossKind.RETURNED))
+    moved = [sum(k.bytes for k in w.input_grad) for w in (fused, returned)]
+    assert moved[1] - moved[0] == 2 * 2 * TOKENS * VOCAB, "written once, read once"
+    assert returned.forward == fused.forward
+
+
+def test_attention_beside_a_mask_works_on_whole_squares_with_keys_for_each_head():
+    grouped = load_config("llama3-8b", {"num_hidden_layers": 1})  # 8 KV heads of 32
+    causal, masked = (models.work(grouped, 1, "attn", style=KernelStyle(masked=m)) for m in (False, True))
+    for when in ("forward", "input_grad"):
+        one, two = (sum(k.flops for k in getattr(w, when) if len(k.shape) == 6) for w in (causal, masked))
+        assert two == 2 * one > 0, when
+    key_value = 2 * 2 * TOKENS * 8 * 128
+    repeats = [k.bytes for k in (*masked.forward, *masked.input_grad) if k.label == "repeat_kv"]
+    assert repeats == [(4 + 1) * key_value] * 2
+    assert sum(s.bytes for s in masked.saved) - sum(s.bytes for s in causal.saved) == 3 * key_value
+    assert masked.model_flops == causal.model_flops, "what the model needs is the same"
 
 
 def test_eager_keeps_the_gate_s_activation_and_the_fused_product_beside_rope_s():
