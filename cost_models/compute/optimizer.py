@@ -21,7 +21,8 @@ class OptimizerPrecision:
     sums; 0: products add to the sums themselves. Where sums have another format, whoever reduces gradients with others
     keeps a copy in it, whole (DistributedDataParallel's buckets, DeepSpeed's gradients in bf16). fresh: gradients are
     made by the first backward pass of a step and given up behind its update (`zero_grad(set_to_none=True)`): none
-    persist, none are set to zero. tied_apart: under ZeRO-1 each stage that holds a tied weight shards it over its own
+    persist, none are set to zero. cast_apart: such a copy is made in the sums' format first, by a kernel of its own.
+    tied_apart: under ZeRO-1 each stage that holds a tied weight shards it over its own
     replicas. offload: share of the parameters that the host updates, and keeps moments and master weights of.
     """
 
@@ -33,6 +34,7 @@ class OptimizerPrecision:
     offload: float = 0.0
     tied_apart: bool = False
     fresh: bool = False
+    cast_apart: bool = False
 
     def kept(self, numel: int) -> int:
         """Of so many parameters, those that the device updates."""
@@ -162,6 +164,8 @@ def accumulate(work: Work, recipe: OptimizerPrecision) -> list[Kernel]:
     """Adding the weight gradients that `work` makes to the sums, where kernels of their own do it.
 
     They write and read the gradients, and read and write the sums; in one format autograd's own sums, which read both.
+    Cast apart, gradients are read, and written in the sums' format, from where they are added: what the product is
+    listed with (sums read and written, where it writes a copy) hides under its arithmetic, and stands for nothing here.
 
     >>> from ir.core.work import DType
     >>> gemm = Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.BF16, (8, 8, 8))
@@ -172,8 +176,10 @@ def accumulate(work: Work, recipe: OptimizerPrecision) -> list[Kernel]:
     """
     if not recipe.grad_copy:
         return []
-    once = 1 if recipe.grad_copy == recipe.grads.bytes else 2
-    each = once * recipe.grad_copy + 2 * recipe.grads.bytes
+    alike = recipe.grad_copy == recipe.grads.bytes
+    each = (1 if alike else 2) * recipe.grad_copy + 2 * recipe.grads.bytes
+    if recipe.cast_apart and not alike:
+        each = recipe.grad_copy + 4 * recipe.grads.bytes
     products = [k for k in work if k.kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM) and k.shape]
     numels = [(k.shape[0] if len(k.shape) == 4 else 1) * k.shape[-3] * k.shape[-2] * k.count for k in products]
     return [Kernel(KernelKind.MEMORY, n, n * each, recipe.grads, label="accumulate") for n in numels]

@@ -36,7 +36,8 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     dispatch_us: from one kernel or message inside an op to the next at least, where none is dispatched ahead. turn_us:
     where it waits for the device at each transfer between pipeline stages: what it then needs before the next pass; 0:
     it runs ahead. grad_copy_bytes: per parameter, of the format that gradients are made in before kernels of their own
-    add them to the sums, and that a second copy has where they are reduced between replicas. fresh_grads: gradients are
+    add them to the sums, and that a second copy has where they are reduced between replicas. grad_cast_apart: another
+    kernel gives them the sums' format first. fresh_grads: gradients are
     none between steps (`zero_grad(set_to_none=True)`), each made by the first backward pass that reaches it.
     library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware file's, for each of
     gemm_streams, of expert_streams where there are grouped experts, of overlap_streams where messages of tp run under
@@ -61,6 +62,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     dispatch_us: NonNegative = 0.0
     turn_us: NonNegative = 0.0
     grad_copy_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    grad_cast_apart: bool = False
     fresh_grads: bool = False
     tp_overlap: bool = False
     async_tp: bool = False

@@ -108,6 +108,7 @@ class CostModel:
             job.optimizer.offload,
             hardware.software.tied_apart,
             hardware.software.fresh_grads,
+            hardware.software.grad_cast_apart,
         )
         if job.optimizer.offload and hardware.host_GBps is None:
             message = f"{hardware.name} does not say how fast its host updates"

@@ -109,6 +109,14 @@ def test_accumulating_moves_every_weight_gradient():
     assert accumulate((GEMM, NORM, grouped), OptimizerPrecision()) == []
 
 
+def test_gradients_that_are_cast_apart_are_written_and_read_once_more():
+    """DeepSpeed's bf16: 2 read and 4 written, then 8 read and 4 written."""
+    apart = OptimizerPrecision(grad_copy=2, cast_apart=True)
+    assert [k.bytes for k in accumulate((GEMM,), apart)] == [18 * 4096**2]
+    fp16 = OptimizerPrecision(grads=DType.FP16, grad_copy=2, cast_apart=True)
+    assert [k.bytes for k in accumulate((GEMM,), fp16)] == [6 * 4096**2], "nothing to cast"
+
+
 def test_gradients_in_the_format_of_their_sums_are_added_where_these_are():
     """Autograd's own sums in fp16: two read, one written, and nothing kept beside them."""
     once = OptimizerPrecision(grads=DType.FP16, grad_copy=2)
