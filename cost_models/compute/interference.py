@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import COMM_KINDS
@@ -45,6 +45,9 @@ class KernelSlowdown:
             wire = hw.comm_slowed.get(kind, 0.0)
             modelled[pair_key("arithmetic", kind)] = KernelPair(held=sms / (hw.sms - sms), wire=wire)
             modelled[pair_key("memory", kind)] = KernelPair(moving=hbm / (1 - hbm), wire=wire)
+        held = products_held(hw)
+        beside = pair_key("arithmetic", "collective")
+        modelled[beside] = replace(modelled[beside], held=held)
         found = {**modelled, **(pairs or {})}
         rows = [[found[pair_key(bound, kind)] for kind in COMM_KINDS] for bound in BOUNDS]
 
@@ -53,6 +56,28 @@ class KernelSlowdown:
             return arithmetic, memory
 
         return cls(table("held"), table("moving"), table("wire"))
+
+
+def products_held(hw: DeviceHardware) -> float:
+    """What a collective beside a product adds while it holds its SMs, as a share of the product's time.
+
+    Usually as many SMs fewer. Where a product has a block for each SM, those that find none run when the others have
+    ended: it takes twice as long, but while half of the SMs' time is idle the power limit does not hold.
+
+    >>> from cost_models.hardware import load_hardware
+    >>> round(products_held(load_hardware("h100-sxm")), 3)  # 16 of 132 SMs
+    0.138
+    """
+    fewer = fewer_sms(hw)
+    if not fewer or not (hw.software.persistent and hw.gemm.persistent):
+        return fewer
+    return max(fewer, 2 * hw.gemm.sustained.get("bf16", 1.0) * hw.power_share - 1)
+
+
+def fewer_sms(hw: DeviceHardware) -> float:
+    """What a kernel bound by arithmetic takes longer on the SMs that a collective leaves, as a share."""
+    sms = hw.comm_sms.get("collective", 0.0)
+    return sms / (hw.sms - sms)
 
 
 def comm_class(kind: MessageKind) -> int:

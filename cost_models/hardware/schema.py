@@ -63,7 +63,8 @@ class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. weight_grad: dtype -> rate of a
     product that adds up a weight's gradient relative to another of equal tiles; 1 where not named. unaligned: rate of a
     product some of whose tensors' rows do not begin at multiples of 16 bytes (an odd vocabulary), over that of others.
-    workspace_MiB: what the library keeps for each stream that a framework calls it on.
+    workspace_MiB: what the library keeps for each stream that a framework calls it on. persistent: it launches a block
+    for each SM, which takes tile after tile (see `FrameworkCosts.persistent`).
     """
 
     efficiency: dict[Dtype, Share]
@@ -76,6 +77,7 @@ class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     weight_grad: dict[Dtype, Share] = {}
     unaligned: Share = 1.0
     workspace_MiB: NonNegative = 0.0
+    persistent: bool = False
 
 
 class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,9 +49,10 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     they are needed, whatever `parallel.prefetch` says. zero3_network: share of the network's rate that such gathers,
     and the reductions beside them, get. copies: rate, over that of elementwise kernels, at which gathered weights are
     copied out of one buffer, and gradients into another (where these change their format, at that of casts); 0: nothing
-    is copied. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op, keep_gathered, loss_vectors,
-    whole_logits, stops_early, masked: see `ir.workload.setting.KernelStyle`; eager means a plain loss, too. sources:
-    where each constant is from.
+    is copied. persistent: where a GPU's products take all SMs (`GemmKernel`), none are left to collectives: blocks that
+    find none wait for the others' end. fp8_recipe: goes before the hardware file's. loss, eager, op_by_op,
+    keep_gathered, loss_vectors, whole_logits, stops_early, masked: see `ir.workload.setting.KernelStyle`; eager means a
+    plain loss, too. sources: where each constant is from.
     """
 
     name: str = ""
@@ -75,6 +76,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     gather_on_demand: bool = False
     zero3_network: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 1.0
     copies: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    persistent: bool = False
     fp8_recipe: Fp8Recipe | None = None
     loss_vectors: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     loss: Literal["parallel", "plain", "torch", "fused", "returned"] | None = None

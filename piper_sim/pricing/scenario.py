@@ -7,12 +7,19 @@ import numpy as np
 
 from cost_models import DeviceHardware, kernel_seconds
 from cost_models.compute.host import HostCosts
-from cost_models.compute.interference import GRAIN, KernelSlowdown, Rows, comm_class
+from cost_models.compute.interference import (
+    GRAIN,
+    KernelSlowdown,
+    Rows,
+    comm_class,
+    fewer_sms,
+    products_held,
+)
 from cost_models.compute.roofline import arithmetic_seconds, memory_seconds
 from cost_models.links.loads import LinkBytes, link_bytes
 from cost_models.profile.pairs import KernelPair
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Kernel, MessageKind
+from ir.core.work import Kernel, KernelKind, MessageKind
 from ir.graph.graph import GraphNode, PerStepOp
 from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, OpShape, Plan
@@ -96,11 +103,17 @@ def _bound(n: GraphNode, hw: DeviceHardware, seconds: Callable[[Kernel], float])
     if n.kind is PerStepOp.UPDATE or n.message is not None:
         return 0.0, 0.0
     found = [(seconds(k), _arithmetic(k, hw)) for k in n.work]
-    return sum(t for t, mine in found if mine), sum(t for t, _ in found)
+    return sum(t * mine for t, mine in found), sum(t for t, _ in found)
 
 
-def _arithmetic(k: Kernel, hw: DeviceHardware) -> bool:
-    return arithmetic_seconds(k, hw) >= memory_seconds(k.bytes, hw)
+def _arithmetic(k: Kernel, hw: DeviceHardware) -> float:
+    """1: bound by arithmetic, 0: by memory; of attention, which starts block by block, what its lost SMs come to where
+    products lose more.
+    """
+    if arithmetic_seconds(k, hw) < memory_seconds(k.bytes, hw):
+        return 0.0
+    held = products_held(hw) if k.kind is KernelKind.ATTENTION else 0.0
+    return fewer_sms(hw) / held if held else 1.0
 
 
 PORT_OUT, PORT_IN, NIC_OUT, NIC_IN, OWN = range(5)

@@ -4,16 +4,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cost_models import load_hardware
-from cost_models.compute.interference import KernelSlowdown
+from cost_models.compute.interference import KernelSlowdown, fewer_sms, products_held
 from cost_models.hardware.schema import COMM_KINDS
+from cost_models.software import load_software
 from ir.core.errors import PiperError
+from ir.core.work import DType, Kernel, KernelKind
 from ir.lower import PlanPolicy
 from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import EngineScenario, KernelInterference, Links, play
 from piper_sim.engine.contention import fill
-from piper_sim.pricing.scenario import pairwise
+from piper_sim.pricing.scenario import _arithmetic, pairwise
 from tests.ir.plans import moe_plan, stage_plan
 
 PACES = st.sampled_from([0.25, 0.5, 2 / 3, 0.9, 1.0])
@@ -98,6 +101,37 @@ def test_slowdowns_are_what_the_hardware_file_says() -> None:
     assert slow.held[0][0] == 33 / 99 and slow.moving[1][0] == pytest.approx(0.25)
     assert slow.held[1] == (0, 0, 0) and slow.moving[0] == (0, 0, 0)
     assert slow.wire == ((0.43, 0, 0), (0.43, 0, 0)), "all-to-alls beside compute, whatever bounds it"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "overrides", "held"),
+    [
+        ("h100-sxm", {}, 2 * 0.8 - 1),
+        ("h100-sxm", {"power_W": 500}, 2 * 0.8 * (5 / 7) ** 0.7 - 1),
+        ("h100-sxm", {"power_W": 300}, 16 / 116),  # never less than on so many SMs fewer
+        ("h100-sxm", {"comm_sms": {"collective": 0.0}}, 0),
+        ("a100-sxm-80gb", {}, 16 / 92),
+        ("b200-sxm", {}, 16 / 132),
+    ],
+)
+def test_products_that_take_all_sms_run_twice_beside_a_collective(gpu, overrides, held):  # type: ignore[no-untyped-def]
+    hw = load_hardware(gpu, overrides)
+    torch = structs.replace(hw, software=load_software("torchtitan"))
+    plain, own = KernelSlowdown.of(hw), KernelSlowdown.of(torch)
+    kind = COMM_KINDS.index("collective")
+    assert own.held[0][kind] == pytest.approx(held) and own.held[1] == plain.held[1]
+    assert own.held[0][:kind] + own.held[0][kind + 1 :] == plain.held[0][:kind] + plain.held[0][kind + 1 :]
+    assert plain.held[0][kind] == pytest.approx(fewer_sms(hw)), "other frameworks' products leave what is held"
+
+
+def test_attention_beside_a_collective_loses_its_sms_alone() -> None:
+    hw = structs.replace(load_hardware("h100-sxm"), software=load_software("torchtitan"))
+    attention = Kernel(KernelKind.ATTENTION, 32 * 8192**2 * 256, 10**8, DType.BF16, (1, 32, 8192, 8192, 128, 128))
+    product = Kernel(KernelKind.GEMM, 2 * 8192**3, 6 * 8192**2, DType.BF16, (8192, 8192, 8192))
+    moved = Kernel(KernelKind.MEMORY, 0, 10**9, DType.BF16)
+    assert _arithmetic(attention, hw) * products_held(hw) == pytest.approx(fewer_sms(hw))
+    assert (_arithmetic(product, hw), _arithmetic(moved, hw)) == (1, 0)
+    assert _arithmetic(attention, load_hardware("h100-sxm")) == 1
 
 
 def test_ops_are_classed_by_what_bounds_them() -> None:

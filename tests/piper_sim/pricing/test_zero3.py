@@ -33,7 +33,7 @@ def without(tmp_path: Path) -> Path:
     said = load_software("torchtitan")
     assert said.copies == 0.9
     file = tmp_path / "none.json"
-    constants = {"portable_attention": True, "op_by_op": True, "eager": True, "stops_early": True}
+    constants = {"portable_attention": True, "op_by_op": True, "eager": True, "stops_early": True, "persistent": True}
     file.write_text(json.dumps({**constants, "sources": dict.fromkeys(constants, "-")}))
     return file
 
