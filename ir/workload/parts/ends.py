@@ -71,7 +71,7 @@ def final_norm(s: PartSetting) -> PartWork:
         input_grad=(k.norm_backward(s, "final_norm_backward", n),),
         weight_grad=(),
         out_bytes=n * s.wide,
-        saved=(stats(s), *written(s, n)),
+        saved=(stats(s), *written(s, n, behind=True)),
     )
 
 

@@ -23,12 +23,16 @@ def stats(s: PartSetting, name: str = "norm_stats", norms: int = 1) -> SavedBuff
     return SavedBuffer(name, norms * s.stream * (8 if s.config.norm is NormLayerKind.LAYER else 4), Pass.I)
 
 
-def written(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
+def written(s: PartSetting, elements: int, *, behind: bool = False) -> tuple[SavedBuffer, ...]:
     """What a norm written operation by operation keeps of so many elements beside its input and output: the input in
-    fp32 (in place of the input, which the stream keeps), and what is weighed.
+    fp32 (in place of the input, which the stream keeps), and what is weighed. behind: it is a branch's last, or
+    the model's, which nothing makes again; of others this is made again with the output.
     """
-    wide = SavedBuffer("norm_fp32", elements * (max(4, s.wide) - s.wide), Pass.I)
-    return (wide, SavedBuffer("norm_scaled", elements * s.wide, Pass.I)) if s.written_norms else ()
+    if not s.written_norms or not elements:
+        return ()
+    labels, end = ((), "_behind") if behind else (("norm", "operators"), "")
+    wide = SavedBuffer(f"norm_fp32{end}", elements * (max(4, s.wide) - s.wide), Pass.I, labels)
+    return wide, SavedBuffer(f"norm_scaled{end}", elements * s.wide, Pass.I, labels)
 
 
 def branch(s: PartSetting, norm: str, inside: PartWork, grads: int, *, reads: int, own: bool = True) -> PartWork:
@@ -70,6 +74,7 @@ def _ends_saved(s: PartSetting, reads: int, own: bool, norms: int) -> tuple[Save
     """
     n, place = s.stream * s.config.hidden, s.config.form.norms
     more = (s.tokens - s.stream) * reads if s.style.keep_gathered else 0
+    before = int(own and place is not LayerNormPlace.BEHIND)
     if place is LayerNormPlace.BEHIND:
         read = (SavedBuffer("input_fp8", s.cached(n)),) if s.fp8 else ()
     else:
@@ -78,7 +83,8 @@ def _ends_saved(s: PartSetting, reads: int, own: bool, norms: int) -> tuple[Save
         *read,
         *((SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()),
         *((stats(s, norms=norms),) if norms else ()),
-        *written(s, norms * s.stream * s.config.hidden),
+        *written(s, before * n),
+        *written(s, (norms - before) * n, behind=True),
         *((SavedBuffer("branch", n * s.wide, Pass.I),) if place is not LayerNormPlace.BEFORE else ()),
     )
 

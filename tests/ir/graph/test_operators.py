@@ -28,7 +28,7 @@ from ir.workload.chunks import chunks
 from ir.workload.config.load import load_config
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import PartLayout, PlacedPart
-from ir.workload.setting import MicrobatchShape, ModelPrecision
+from ir.workload.setting import KernelStyle, MicrobatchShape, ModelPrecision
 from ir.workload.work import ConfigModelWork, part_work
 
 TOKENS = 128
@@ -105,8 +105,9 @@ def test_the_products_made_again_are_those_of_torchs_policy(kind: str) -> None:
     assert again - plain == sum(k.flops for k in made) > 0, [k.label for k in made]
 
 
+@pytest.mark.parametrize("style", [KernelStyle(), KernelStyle(op_by_op=True)], ids=["fused", "op by op"])
 @pytest.mark.parametrize(("kind", "products"), [("llama", 7), ("qwen3", 7), ("deepseek_v3", 8)])
-def test_what_is_kept_are_the_outputs_of_the_others(kind: str, products: int) -> None:
+def test_what_is_kept_are_the_outputs_of_the_others(kind: str, products: int, style: KernelStyle) -> None:
     """Bytes by hand: the outputs of products 1, 3, 5, …, attention's, and the layer's input."""
     forward, config = _layer(kind)
     sizes: list[int] = []
@@ -125,7 +126,8 @@ def test_what_is_kept_are_the_outputs_of_the_others(kind: str, products: int) ->
     attended = TOKENS * config.heads * config.v_dim * 4 + 4 * TOKENS * config.heads
     theirs = sum(sizes) + attended + x.nbytes
     chunk = chunks(config)[1]
-    works = [part_work(config, chunk, p, PartLayout(), MicrobatchShape(1, TOKENS), FP32) for p in chunk.parts]
+    given = (PartLayout(), MicrobatchShape(1, TOKENS), FP32)
+    works = [part_work(config, chunk, p, *given, style=style) for p in chunk.parts]
     kept = [s for w in works for s in w.saved if "operators" not in s.recompute]
     numbers = sum(s.bytes for s in kept if s.name.endswith("stats"))  # torch makes norms' numbers again
     ours = sum(s.bytes for s in kept) - numbers + works[0].out_bytes + x.nbytes
