@@ -37,6 +37,8 @@ ALONG: dict[Any, int | tuple[int, ...]] = {
     aten.flip.default: 1, aten.layer_norm.default: (-1,), aten.rms_norm.default: (-1,),
     aten.matmul.default: (-1,), aten.mm.default: (-1,), aten.bmm.default: (-1,), aten.linear.default: (-1,),
     aten.scaled_dot_product_attention.default: (-2, -1),
+    aten.var.dim: 1, aten.std.dim: 1, aten.var_mean.dim: 1, aten.var_mean.correction: 1, aten.std_mean.dim: 1,
+    aten.std_mean.correction: 1, aten.argmin.default: 1, aten.any.dim: 1, aten.all.dim: 1, aten.argsort.default: 1,
     aten.sum.default: (), aten.mean.default: (), aten.group_norm.default: (1,),
 }  # fmt: skip
 # What has one number everywhere, however large it is.
@@ -45,6 +47,7 @@ FILLED = frozenset({
     aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.expand.default,
 })  # fmt: skip
 USUAL = {aten.split.Tensor: 0, aten.split_with_sizes.default: 0, aten.chunk.default: 0, aten.cat.default: 0}
+USUAL |= {aten.argsort.default: -1}
 USUAL |= {aten.slice.Tensor: 0, aten.unbind.int: 0, aten.topk.default: -1, aten.sort.default: -1, aten.glu.default: -1}
 
 
@@ -191,4 +194,16 @@ def sums_divided(node: fx.Node, dims: Mapping[fx.Node, Stretches]) -> bool:
     terms, _, result = str(node.args[0]).replace(" ", "").partition("->")
     operands: Any = node.args[1]
     named = zip(terms.split(","), operands, strict=False)
-    return any(x in dims and ("." in term or term[dims[x][0]] not in result) for term, x in named)
+    return any(x in dims and _letter(term, dims[x][0], shape_of(x) or ()) not in result for term, x in named)
+
+
+def _letter(term: str, dim: int, shape: Shape) -> str:
+    """What an einsum calls a dim.
+
+    >>> [_letter("a...b", dim, (2, 3, 4, 5)) for dim in range(4)]
+    ['a', '...', '...', 'b']
+    """
+    ahead, dots, behind = term.partition("...")
+    if dim < len(ahead):
+        return ahead[dim]
+    return behind[dim - len(shape)] if len(shape) - len(behind) <= dim < len(shape) else dots

@@ -20,7 +20,6 @@ from executor.parallel.divided_reads import (
     Shape,
     ShardMismatch,
     Stretches,
-    numbers_of,
     reads_along,
     repeats_of,
     shape_of,
@@ -44,16 +43,21 @@ EACH = frozenset({
     aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor,
     aten.permute.default, aten.t.default, aten.mT.default, aten.movedim.int, aten.swapaxes.default,
     aten.swapdims.default, aten.stack.default, aten.one_hot.default, aten.dropout.default, aten.embedding.default,
+    aten.fill_.Tensor, aten.squeeze.default, aten.squeeze.dims, aten.view_as_complex.default, aten.view_as_real.default,
 })  # fmt: skip
-# Ops that read along the dim they are given, beside those of `divided_reads`; group_norm reads along all that follow.
-AT_DIM = {aten.scatter.src: 1, aten.scatter.value: 1, aten.scatter_.src: 1, aten.scatter_.value: 1}
-AT_DIM |= {aten.scatter_add.default: 1, aten.index_add.default: 1}
+# Ops that go along a dim to where an index says; all they are given must have the same tokens in the same places.
+CHOOSES = frozenset({
+    aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value,
+    aten.scatter_add.default, aten.scatter_add_.default,
+})  # fmt: skip
 PRODUCTS = frozenset({
     aten.matmul.default, aten.mm.default, aten.bmm.default, aten.linear.default, aten.addmm.default,
     aten.baddbmm.default,
 })  # fmt: skip
 NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 KNOWN = ALONG.keys() - PRODUCTS - NORMS - {ATTENTION, aten.group_norm.default}
+# Arguments that are sizes of what is made, and numbers for its elements, which are right as for whole sequences.
+SIZES, NUMBERS = frozenset({"size", "shape", "sizes"}), frozenset({"value", "fill_value", "alpha", "beta"})
 
 MIXED = "reads along the tokens of a sequence, of which a rank has some"
 UNKNOWN = "is not known to treat each token by itself"
@@ -78,13 +82,13 @@ class TokenDims:
         """A node of the graph of whole sequences, and the same of a rank's tokens. Returns what is wrong, if any is."""
         if wrong := self._enter(node, short):
             return wrong
-        reads = {x: self._at(node, x) for x in node.all_input_nodes}
+        reads = {x: self.at(node, x) for x in node.all_input_nodes}
         dims = {x: at for x, at in reads.items() if at is not None}
         split = [self.several[x] for x in node.all_input_nodes if x in self.several]
-        if _written_numbers(node) != _written_numbers(short):
-            return COUNTED
         if wrong := "" if split else self._mixes(node, dims):
             return wrong
+        if _how(node) != _how(short):
+            return OTHERWISE
         return self._result(node, short, dims, split)
 
     def _enter(self, node: fx.Node, short: fx.Node) -> str:
@@ -103,7 +107,7 @@ class TokenDims:
             self.entered[node, x] = differ[0]
         return ""
 
-    def _at(self, reader: fx.Node, read: fx.Node) -> Stretches | None:
+    def at(self, reader: fx.Node, read: fx.Node) -> Stretches | None:
         dim = self.entered.get((reader, read))
         return self.found.get(read) if dim is None else (dim, 1)
 
@@ -111,8 +115,6 @@ class TokenDims:
         target: Any = node.target
         if torch.Tag.pointwise in getattr(target, "tags", ()) or target in EACH or target in VIEWS:
             return MIXED if target is aten.embedding.default and node.args[0] in dims else ""
-        if target in AT_DIM:
-            return MIXED if _at_dim(node, AT_DIM[target], dims) else ""
         check = self.checks.get(target) or CHECKS.get(target) or (reads_along if target in KNOWN else None)
         return UNKNOWN if check is None else MIXED if check(node, dims) else ""
 
@@ -147,7 +149,8 @@ def follow_tokens(
         if not k:
             dims.found[node] = (1, 1)
         elif node.target != short.target:
-            return dims, ShardMismatch(node, OTHERWISE)
+            own = not hasattr(node.target, "_schema") and node.op == "call_function"
+            return dims, ShardMismatch(node, UNKNOWN if own else OTHERWISE)
         elif wrong := dims.follow(node, short):
             return dims, ShardMismatch(node, wrong)
     return dims, None
@@ -165,20 +168,56 @@ def mask_of(node: fx.Node) -> Any:
     return node.args[MASK] if len(node.args) > MASK else node.kwargs.get("attn_mask")
 
 
-def _written_numbers(node: fx.Node) -> object:
-    """Numbers that values are made with, not shapes."""
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """What a call is given, by the names of its op."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    names = map(str, range(len(node.args))) if schema is None else (a.name for a in schema.arguments)
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def sizes_of(node: fx.Node) -> frozenset[str]:
+    """Names of a call's arguments that are other numbers for sequences of another length."""
+    whole = node.target is aten.slice.Tensor and shape_of(node) == shape_of(node.args[0])
+    return SIZES | {"start", "end"} if whole else SIZES
+
+
+def _how(node: fx.Node) -> object:
+    """What an op is given beside values, sizes of what it makes, and numbers for its elements."""
+    if node.target is ATTENTION or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return ()
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    filled = [given.get(name) for name in ("fill_value", "value")]
-    return numbers_of(node), [x for x in filled if not isinstance(x, fx.Node)]
+    given = {k: v for k, v in arguments(node).items() if k not in sizes_of(node) | NUMBERS}
+    return {k: [_beside_values(x) for x in tree_leaves(v)] for k, v in given.items()}
 
 
-def _at_dim(node: fx.Node, where: int, dims: Followed) -> bool:
-    """Whether the dim that an op is given is that of the tokens, in any of what it reads."""
-    dim: Any = node.args[where] if len(node.args) > where else node.kwargs.get("dim")
-    return dim is None or any(dims[x][0] == dim % len(shape) for x in dims if (shape := shape_of(x)))
+def _beside_values(x: object) -> object:
+    return None if isinstance(x, float | fx.Node) else (type(x), x)
+
+
+def _chooses(node: fx.Node, dims: Followed) -> bool:
+    """Whether an index chooses among tokens, or lies beside others than its own. An op reads as much of each dim as its
+    index is long, so that what is longer, and no token, would be read from its beginning.
+    """
+    given = arguments(node)
+    dim: Any = given["dim"]
+    read = [x for name, x in given.items() if isinstance(x, fx.Node) and name in ("self", "index", "src")]
+    over = dim % max(1, len(shape_of(read[0]) or ()))
+    if node.target is aten.gather.default and read[0] not in dims:
+        return dims[read[1]][0] != over
+    found = {dims.get(x) for x in read}
+    return len(found) != 1 or None in found or over in {at for at, _ in dims.values()}
+
+
+def _adds_at(node: fx.Node, dims: Followed) -> bool:
+    """The same of index_add, whose source is as long as what it is added to."""
+    given = arguments(node)
+    dim: Any = given["dim"]
+    return given["index"] in dims or any(dims[x][0] == dim % len(shape) for x in dims if (shape := shape_of(x)))
+
+
+def _pads(node: fx.Node, dims: Followed) -> bool:
+    """Whether anything is put beside tokens."""
+    given: Any = node.args[1]
+    return any(len(shape_of(x) or ()) - dims[x][0] <= len(given) // 2 for x in dims)
 
 
 def _contracts(node: fx.Node, dims: Followed) -> bool:
@@ -193,7 +232,8 @@ def _contracts(node: fx.Node, dims: Followed) -> bool:
 def _repeats(node: fx.Node, dims: Followed) -> bool:
     """Whether tokens come again behind one another."""
     times: Any = node.args[1]
-    return any(times[dims[x][0] - len(shape)] != 1 for x in dims if (shape := shape_of(x)))
+    back = [len(shape) - dims[x][0] for x in dims if (shape := shape_of(x))]
+    return any(at <= len(times) and times[-at] != 1 for at in back)
 
 
 def _norms(node: fx.Node, dims: Followed) -> bool:
@@ -208,7 +248,8 @@ def _attends(node: fx.Node, dims: Followed) -> bool:
     if mask_of(node) in dims or any(len(shape_of(x) or ()) != 4 for x in read):
         return True
     if where == [(2, 1)] * 3:
-        return False
+        lengths = {shape[2] for x in read if (shape := shape_of(x))}
+        return sees_past_only(node) and len(lengths) > 1
     alone = where[1:] == [None, None] and mask_of(node) is None and not sees_past_only(node)
     return not (alone and where[0] == (2, 1))
 
@@ -223,6 +264,11 @@ CHECKS: Mapping[Any, TokenCheck] = {
     **dict.fromkeys(NORMS, _norms),
     aten.einsum.default: sums_divided,
     aten.repeat.default: _repeats,
+    aten.tile.default: _repeats,
+    **dict.fromkeys(CHOOSES, _chooses),
+    aten.index_add.default: _adds_at,
+    aten.pad.default: _pads,
+    aten.constant_pad_nd.default: _pads,
     aten.index.Tensor: lambda node, dims: node.args[0] in dims,
     aten.repeat_interleave.self_int: lambda node, _: len(node.args) < 3,  # a token's copies lie side by side
     ATTENTION: _attends,

@@ -55,6 +55,7 @@ def _own_rows(mask: Tensor, cp: RankAxis) -> Tensor:
     >>> _own_rows(torch.arange(16).view(4, 4), RankAxis(2, 1)).tolist()
     [[4, 7, 5, 6], [8, 11, 9, 10]]
     """
+    mask = mask if mask.dim() > 1 else mask[None]
     if mask.shape[-1] > 1:
         mask = torch.cat([stretches(mask, cp.size, rank) for rank in range(cp.size)], -1)
     return stretches(mask.mT, cp.size, cp.index).mT if mask.shape[-2] > 1 else mask

@@ -5,29 +5,35 @@ from the second; all else (positions, rotary tables, masks, parameters) stays as
 reads its tokens' stretches of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from executor.modules.attention.across import attend_across
+from executor.modules.user.annotate import ancestors
 from executor.modules.user.divided.linears import FEATURES, LEAVE
 from executor.modules.user.routed import MARK
 from executor.modules.user.writes import storages, written
 from executor.parallel.divided_reads import VIEWS, ShardMismatch, aten, module_of, shape_of
-from executor.parallel.inline import RankRegion, stretches
+from executor.parallel.inline import RankRegion
 from executor.parallel.token_reads import (
     ATTENTION,
     OTHERWISE,
     Followed,
     TokenDims,
+    arguments,
     follow_tokens,
     mask_of,
     sees_past_only,
+    sizes_of,
 )
 from ir.core.errors import ErrorKind, PiperError, job_error
 
+# What takes its dtype and device from the first value it is given, or from the second, and nothing else.
+MADE = frozenset({aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default})
+TYPED = frozenset({aten.type_as.default, aten.to.other})
 ALLOWED = "ops of each token, and torch's scaled_dot_product_attention"
 
 
@@ -61,6 +67,7 @@ def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, leng
         node.meta["val"] = of.meta.get("val")
         if node.op == "call_function" and node.target is not ATTENTION:
             node.args, node.kwargs = _with_sizes(node, of)
+    attentions = [n for n in pairs if n.target is ATTENTION and isinstance(k := n.args[1], fx.Node) and dims.at(n, k)]
     for node in pairs:
         _stretch_constants(graph, node, dims, region)
     ids = whole[0]
@@ -68,7 +75,7 @@ def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, leng
         own = graph.call_function(_stretched(1, region), (ids,))
     own.meta = dict(ids.meta)
     ids.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
-    return [n for n in pairs if n.target is ATTENTION and n.args[1] in dims.found]
+    return attentions
 
 
 def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: RankRegion) -> None:
@@ -91,7 +98,9 @@ def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: R
 def _with_own_heads(node: fx.Node, region: RankRegion) -> list[Any]:
     """Queries, keys and values; keys and values as they are before their heads are repeated, so that fewer travel."""
     q, k, v = read = list[Any](node.args[:3])
-    few: list[Any] = [_unrepeated(x) for x in (k, v)]
+    base = storages(node.graph.nodes)
+    touched = {base[t] for n in base for t in written(n)}  # between, perhaps
+    few: list[Any] = [None if base[x] in touched else _unrepeated(x) for x in (k, v)]
     if None in few or few[0].meta["val"].shape[1] != few[1].meta["val"].shape[1]:
         return read
     uneven = region.heads and few[0].meta["val"].shape[1] % region.cp.size
@@ -115,13 +124,26 @@ def _unrepeated(x: Any) -> fx.Node | None:
 
 
 def _of_tokens(graph: fx.Graph) -> list[fx.Node]:
-    """The ids, and what depends on them, in order."""
+    """The ids, and what depends on them, in order. Not what has their dtype alone, unless tokens are written to it."""
+    base, made = storages(graph.nodes), set[fx.Node]()
     ids = next(n for n in graph.nodes if n.op == "placeholder")
-    out = {ids: None}
-    for node in graph.nodes:
-        if node.op != "output" and any(x in out for x in node.all_input_nodes):
-            out[node] = None
-    return list(out)
+    while True:
+        out = {ids: None}
+        for node in graph.nodes:
+            if node.op != "output" and any(x in out for x in _values(node, made)):
+                out[node] = None
+        apart = {base[t] for n in out for t in written(n)} - out.keys()
+        more = {n for n in ancestors(apart) if n.target in MADE} - made
+        if not more:
+            return list(out)
+        made |= more
+
+
+def _values(node: fx.Node, made: Collection[fx.Node]) -> list[fx.Node]:
+    """Of what a node is given, that whose values it has."""
+    if node.target in MADE and node not in made:
+        return []
+    return node.all_input_nodes[:1] if node.target in TYPED else node.all_input_nodes
 
 
 def _written_apart(graph: fx.Graph, pairs: Mapping[fx.Node, fx.Node]) -> ShardMismatch | None:
@@ -132,13 +154,10 @@ def _written_apart(graph: fx.Graph, pairs: Mapping[fx.Node, fx.Node]) -> ShardMi
 
 
 def _with_sizes(node: fx.Node, of: fx.Node) -> tuple[Any, Any]:
-    """A node's arguments with the numbers of another call."""
-    mine, form = tree_flatten((node.args, node.kwargs))
-    theirs, _ = tree_flatten((of.args, of.kwargs))
-    found: tuple[Any, Any] = tree_unflatten(
-        [x if isinstance(x, fx.Node) else y for x, y in zip(mine, theirs, strict=True)], form
-    )
-    return found
+    """A node's arguments with the sizes of another call."""
+    sizes, theirs = sizes_of(node), arguments(of)
+    mine = {name: theirs.get(name, x) if name in sizes else x for name, x in arguments(node).items()}
+    return tuple(mine.values())[: len(node.args)], {name: mine[name] for name in node.kwargs}
 
 
 def _stretch_constants(graph: fx.Graph, node: fx.Node, dims: TokenDims, region: RankRegion) -> None:
@@ -156,8 +175,9 @@ def _stretch_constants(graph: fx.Graph, node: fx.Node, dims: TokenDims, region: 
 def _stretched(dim: int, region: RankRegion) -> Callable[[Tensor], Tensor]:
     """What takes this rank's tokens, which lie along a dim."""
 
-    def own_tokens(x: Tensor) -> Tensor:
-        return stretches(x.movedim(dim, -1), region.cp.size, region.cp.index).movedim(-1, dim)
+    def own_tokens(x: Tensor) -> Tensor:  # contiguous, as views behind it may ask for
+        parts = x.chunk(2 * region.cp.size, dim)
+        return torch.cat((parts[region.cp.index], parts[-1 - region.cp.index]), dim)
 
     return own_tokens
 

@@ -89,6 +89,32 @@ def _filled(x: Tensor) -> Tensor:
     return room
 
 
+def _put(room: Tensor, x: Tensor) -> Tensor:
+    """Some features written in place, one of them with a number."""
+    room[..., : x.shape[-1]] = x
+    room[..., 0] = 0.5
+    return room
+
+
+def _few(x: Tensor, m: nn.Module) -> Tensor:
+    """Four heads of queries, two of keys, which are written in place once they are four."""
+    k = _heads(m.up(x)).repeat_interleave(2, 1)
+    k[..., 0] = 1.0
+    read = torch.cat([_heads(x), _heads(x) * 2], 1), k, _heads(x).repeat_interleave(2, 1)
+    return _joined(F.scaled_dot_product_attention(*read, is_causal=True)[:, 1:3])
+
+
+def _many(x: Tensor) -> Tensor:
+    """Twice as many keys as queries, of which each sees as many as it is the n-th."""
+    k = x.view(x.shape[0], -1, HEADS, 2).transpose(1, 2)
+    y = F.scaled_dot_product_attention(_heads(x)[..., :2], k, k, is_causal=True)
+    return _joined(y).repeat(1, 1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], 2, 3, dtype=torch.int64)
+
+
 def _taken(x: Tensor, m: nn.Module) -> Tensor:
     chosen = x.topk(2, -1).indices
     return m.up(x) * torch.zeros_like(x).scatter(-1, chosen, 1.0)
@@ -113,7 +139,32 @@ ALONE: Mapping[str, Op] = {
                                                _heads(x).transpose(1, 2)).transpose(1, 2)),
     "pairs": lambda x, *_: _pairs(x, 2) + x.view(-1, 2, HIDDEN).softmax(1).view(x.shape),
     "copies": lambda x, *_: x.repeat_interleave(2, 1).view(*x.shape[:2], 2, -1).sum(2),
+    "counted": lambda x, *_: x / x.shape[1],
+    "counted in a tensor": lambda x, *_: x + torch.full_like(x, x.shape[1]),
+    "counted in a product": lambda x, m, _: torch.addmm(
+        m.up.bias, x.view(-1, HIDDEN), m.conv[..., 0], beta=x.shape[1], alpha=1 / x.shape[1]
+    ).view(x.shape),
+    "dtype of tokens": lambda x, m, _: x * torch.arange(HIDDEN).type_as(x) + x.new_ones(HIDDEN),
+    "room of tokens' dtype": lambda x, *_: _put(x.new_zeros(x.shape), x),
+    "behind a table": lambda x, m, _: m.up((m.places[: x.shape[1]] * x).view(-1, HIDDEN)).view(x.shape),
+    "complex": lambda x, m, _: torch.view_as_real(
+        torch.view_as_complex(x.view(*x.shape[:2], -1, 2)) * torch.polar(m.table, m.table)[: x.shape[1], :4]
+    ).flatten(2),
+    "einsum of the last": lambda x, m, _: torch.einsum("...h,hk->...k", x, m.conv[..., 0]),
+    "padded features": lambda x, *_: F.pad(x, (1, 1))[..., 2:] + x.unsqueeze(-1).squeeze().tile(2)[..., :HIDDEN],
+    "variance": lambda x, *_: x * torch.var_mean(x, -1, keepdim=True)[0] + x.var(-1, keepdim=True),
+    "a feature filled": lambda x, *_: _put(x * 1, x[..., :1] * 0 + 2),
+    "gathered features": lambda x, *_: x * x.gather(-1, x.topk(2, -1).indices).sum(-1, keepdim=True),
     "causal": lambda x, m, _: _attend(x, m, causal=True),
+    "mask of x's dtype": lambda x, m, _: _attend(x, m, x.new_ones(x.shape[1], x.shape[1]).tril(2).bool()),
+    "bias of keys alone": lambda x, m, _: _attend(x, m, m.bias[0, : x.shape[1]]),
+    "keys of positions": lambda x, m, _: _joined(
+        F.scaled_dot_product_attention(_heads(x), *[_heads(m.places[None, : x.shape[1]].expand(x.shape))] * 2)
+    ),
+    "scaled by length": lambda x, *_: _joined(
+        F.scaled_dot_product_attention(*[_heads(x)] * 3, is_causal=True, scale=x.shape[1] ** -0.5)
+    ),
+    "repeated heads written": lambda x, m, _: _few(x, m),
     "all keys": lambda x, m, _: _attend(x, m),
     "window": lambda x, m, _: _attend(x, m, _window(x)),
     "bias": lambda x, m, _: _attend(x, m, m.bias[: x.shape[1], : x.shape[1]]),
@@ -144,8 +195,6 @@ ACROSS: Mapping[str, Op] = {
     "one": lambda x, *_: x * x[:, 0].unsqueeze(1),
     "plain attention": lambda x, *_: _plain(x),
     "mixed by a table": lambda x, *_: torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril() @ x,
-    "counted": lambda x, *_: x / x.shape[1],
-    "counted in a tensor": lambda x, *_: x + torch.full_like(x, x.shape[1]),
     "stretches": lambda x, *_: _pairs(x, x.shape[1] // 2),
     "halves": lambda x, *_: x.view(x.shape[0], 2, -1, HIDDEN).flip(1).view(x.shape),
     "shorter sequences": lambda x, *_: x.view(2 * x.shape[0], -1, HIDDEN).softmax(0).view(x.shape),
@@ -159,5 +208,22 @@ ACROSS: Mapping[str, Op] = {
     "unrolled": lambda x, *_: torch.stack(list(x.unbind(1))[::-1], 1),
     "pooled": lambda x, *_: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
     "attention of latents": lambda x, m, _: x * F.scaled_dot_product_attention(m.latents, _heads(x), _heads(x)).sum(),
+    "a feature by length": lambda x, *_: x * x[..., x.shape[1] // 4].unsqueeze(-1),
+    "rolled by length": lambda x, *_: x.roll(x.shape[1] // 4, -1),
+    "a part by length": lambda x, *_: x * x.unbind(-1)[x.shape[1] // 4].unsqueeze(-1),
+    "one of two formats": lambda x, *_: x.to(torch.float32 if x.shape[1] > 8 else torch.float64).to(torch.float64),
+    "one of two einsums": lambda x, m, _: torch.einsum(
+        "bnh,hk->bnk" if x.shape[1] > 8 else "bnh,kh->bnk", x, m.conv[..., 0]
+    ),
+    "named otherwise": lambda x, *_: x + x.sum(-1, True, **{"dtype": x.dtype} if x.shape[1] > 8 else {}),
+    "einsum of all": lambda x, *_: x * torch.einsum("b...h->bh", x).unsqueeze(1),
+    "gathered from more": lambda x, m, _: x * m.table.expand(x.shape[0], -1, -1).gather(
+        2, x.topk(2, -1).indices
+    ).sum(-1, keepdim=True),
+    "gathered crosswise": lambda x, *_: x * x.gather(2, x.topk(2, -1).indices.mT).sum(1).unsqueeze(-1),
+    "scattered to few": lambda x, *_: x.scatter(2, _rows(x), 5.0),
+    "scattered from more": lambda x, m, _: x.scatter(2, x.topk(2, -1).indices, m.table.expand(x.shape[0], -1, -1)),
+    "padded tokens": lambda x, *_: F.pad(x.mT, (0, 2))[..., : x.shape[1]].mT,
+    "more keys": lambda x, *_: _many(x),
     "filled in place": lambda x, *_: _filled(x),
 }  # fmt: skip
