@@ -198,7 +198,7 @@ def _chooses(node: fx.Node, dims: Followed) -> bool:
     index is long, so that what is longer, and no token, would be read from its beginning.
     """
     given = arguments(node)
-    dim: Any = given["dim"]
+    dim: int = given["dim"]
     read = [x for name, x in given.items() if isinstance(x, fx.Node) and name in ("self", "index", "src")]
     over = dim % max(1, len(shape_of(read[0]) or ()))
     if node.target is aten.gather.default and read[0] not in dims:
@@ -244,12 +244,13 @@ def _norms(node: fx.Node, dims: Followed) -> bool:
 def _attends(node: fx.Node, dims: Followed) -> bool:
     """All are (batch, heads, tokens, features); or keys and values are no tokens, and there is no mask."""
     read: list[Any] = list(node.args[:3])
-    where = [dims.get(x) for x in read]
-    if mask_of(node) in dims or any(len(shape_of(x) or ()) != 4 for x in read):
+    where, shapes = [dims.get(x) for x in read], [shape_of(x) or () for x in read]
+    if mask_of(node) in dims or any(len(shape) != 4 for shape in shapes):
         return True
     if where == [(2, 1)] * 3:
-        lengths = {shape[2] for x in read if (shape := shape_of(x))}
-        return sees_past_only(node) and len(lengths) > 1
+        q, k, v = shapes
+        uneven = k[:2] != v[:2] or q[1] % k[1] > 0  # which torch makes alike
+        return uneven or (sees_past_only(node) and q[2] != k[2])
     alone = where[1:] == [None, None] and mask_of(node) is None and not sees_past_only(node)
     return not (alone and where[0] == (2, 1))
 

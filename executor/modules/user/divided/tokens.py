@@ -79,8 +79,13 @@ def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, leng
 
 
 def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: RankRegion) -> None:
-    """Have these see the keys of all ranks. Raises PiperError (job): cp is to divide their heads, and does not."""
+    """Have these see the keys of all ranks. Raises PiperError (job): cp is to divide their heads, and does not; one of
+    them drops scores.
+    """
     for node in attentions:
+        if arguments(node).get("dropout_p"):
+            message = f"dropout of scores in {module_of(node)} would fall otherwise on each rank"
+            raise job_error("parallel.cp", message, "set its p to 0", "1 with dropout")
         size, read = region.cp.size, _with_own_heads(node, region)
         heads = read[1].meta["val"].shape[1]
         if region.heads and heads % size:

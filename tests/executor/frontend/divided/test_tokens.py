@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -84,6 +85,20 @@ def test_heads_that_do_not_divide_are_named() -> None:
     with pytest.raises(PiperError, match="cp = 4 does not divide the 2 heads of keys in layers") as refused:
         far_apart(lambda: _net(ALONE["causal"]), IDS, 4, heads=True)
     assert refused.value.suggestion == 'cp_comm = "all_gather"'
+
+
+def _dropping(x: Tensor, *_: object) -> Tensor:
+    heads = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_dropped_scores_are_refused(heads: bool) -> None:
+    with pytest.raises(
+        PiperError, match=r"dropout of scores in layers\.0 would fall otherwise on each rank"
+    ) as refused:
+        far_apart(lambda: _net(_dropping), IDS, 2, heads=heads)
+    assert refused.value.key == "parallel.cp"
 
 
 def test_sequences_that_do_not_divide_are_named() -> None:

@@ -225,5 +225,12 @@ ACROSS: Mapping[str, Op] = {
     "scattered from more": lambda x, m, _: x.scatter(2, x.topk(2, -1).indices, m.table.expand(x.shape[0], -1, -1)),
     "padded tokens": lambda x, *_: F.pad(x.mT, (0, 2))[..., : x.shape[1]].mT,
     "more keys": lambda x, *_: _many(x),
+    "keys of one head, values of two": lambda x, *_: _joined(
+        F.scaled_dot_product_attention(_heads(x), _heads(x)[:, :1], _heads(x))
+    ),
+    "queries of one head": lambda x, *_: _joined(F.scaled_dot_product_attention(_heads(x)[:, :1], *[_heads(x)] * 2)),
+    "values of one sequence": lambda x, *_: _joined(
+        F.scaled_dot_product_attention(_heads(x), _heads(x), _heads(x)[:1], is_causal=True)
+    ),
     "filled in place": lambda x, *_: _filled(x),
 }  # fmt: skip
