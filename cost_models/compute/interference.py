@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import COMM_KINDS
@@ -41,13 +41,10 @@ class KernelSlowdown:
         """
         modelled = {}
         for kind in COMM_KINDS:
-            sms, hbm = hw.comm_sms.get(kind, 0.0), hw.comm_hbm.get(kind, 0.0)
-            wire = hw.comm_slowed.get(kind, 0.0)
-            modelled[pair_key("arithmetic", kind)] = KernelPair(held=sms / (hw.sms - sms), wire=wire)
+            hbm, wire = hw.comm_hbm.get(kind, 0.0), hw.comm_slowed.get(kind, 0.0)
+            held = products_held(hw) if kind == "collective" else fewer_sms(hw, kind)
+            modelled[pair_key("arithmetic", kind)] = KernelPair(held=held, wire=wire)
             modelled[pair_key("memory", kind)] = KernelPair(moving=hbm / (1 - hbm), wire=wire)
-        held = products_held(hw)
-        beside = pair_key("arithmetic", "collective")
-        modelled[beside] = replace(modelled[beside], held=held)
         found = {**modelled, **(pairs or {})}
         rows = [[found[pair_key(bound, kind)] for kind in COMM_KINDS] for bound in BOUNDS]
 
@@ -74,9 +71,9 @@ def products_held(hw: DeviceHardware) -> float:
     return max(fewer, 2 * hw.gemm.sustained.get("bf16", 1.0) * hw.power_share - 1)
 
 
-def fewer_sms(hw: DeviceHardware) -> float:
-    """What a kernel bound by arithmetic takes longer on the SMs that a collective leaves, as a share."""
-    sms = hw.comm_sms.get("collective", 0.0)
+def fewer_sms(hw: DeviceHardware, kind: str = "collective") -> float:
+    """What a kernel bound by arithmetic takes longer on the SMs that a message leaves, as a share."""
+    sms = hw.comm_sms.get(kind, 0.0)
     return sms / (hw.sms - sms)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +28,27 @@ from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel, load_callable
 from executor.parallel.inline import MessageAxis, RankAxis, RankRegion
-from ir.core.errors import ErrorKind, PiperError, job_error
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType, Kernel, KernelKind, Message
-from ir.workload.captured_file import FORMAT, VERSION, read_captured
+from ir.workload.captured_file import FORMAT, VERSION, ModelMesh, read_captured
+from ir.workload.part import CP_COMMS
 
 Json = dict[str, Any]
 
 
-class CaptureMesh(TypedDict, total=False):
-    """Over which ranks a module is divided. tp: that share its linears, as tp_plan or its own plan has it; ep: that
-    share the experts of each layer (tags["EP"]); cp: that share the tokens of each sequence, and, with cp_heads,
-    attention's heads where all see all tokens.
-    """
-
-    tp: int
-    tp_plan: Mapping[str, str] | None
-    ep: int
-    cp: int
-    cp_heads: bool
-
-
 def captured_shard(
-    tp: int = 1, tp_plan: Mapping[str, str] | None = None, ep: int = 1, cp: int = 1, cp_heads: bool = False
+    tp: int = 1, tp_plan: Mapping[str, str] | None = None, ep: int = 1, cp: int = 1, cp_comm: str = CP_COMMS[0]
 ) -> ModelShard:
-    """What the first of these ranks has; their messages are noted, in one list."""
+    """What the first of these ranks has; their messages are noted, in one list.
+
+    Raises PiperError (job): nobody sends what `cp_comm` says.
+    """
+    if cp_comm not in CP_COMMS:
+        message, allowed = f"no such communication, {cp_comm!r}", ", ".join(CP_COMMS)
+        raise job_error("parallel.cp_comm", message, nearest(cp_comm, CP_COMMS), allowed)
     noted = list[Message]()
     linears, tokens = (MessageAxis(n, axis, noted) if n > 1 else RankAxis() for n, axis in ((tp, "tp"), (cp, "cp")))
-    return ModelShard(RankRegion(linears, tokens, heads=cp_heads), tp_plan or {}, ep)
+    return ModelShard(RankRegion(linears, tokens, heads=cp_comm == CP_COMMS[1]), tp_plan or {}, ep)
 
 
 def capture(
@@ -64,7 +58,7 @@ def capture(
     dtype: DType = DType.BF16,
     tags: Mapping[str, str] | None = None,
     compiled: bool = True,
-    **axes: Unpack[CaptureMesh],
+    **axes: Unpack[ModelMesh],
 ) -> Json:
     """The module that `path/file.py:build` makes, as the object of a model.json. batch: sequences, tokens. tags: {"PP":
     "model.layers.*"}, where its layers are by module path; without them its code says so (`annotate`). compiled: its
@@ -317,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tp=args.tp,
             ep=args.ep,
             cp=args.cp,
-            cp_heads=args.cp_heads,
+            cp_comm=CP_COMMS[args.cp_heads],
             compiled=not args.eager,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")

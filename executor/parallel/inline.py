@@ -208,8 +208,8 @@ def check_divided(graph: Graph) -> None:
         )
 
 
-def stretches(t: Tensor, size: int, index: int) -> Tensor:
-    """One rank's part of the last dim, tokens: of 2 · size stretches the index-th from either end, so that under a
+def stretches(t: Tensor, size: int, index: int, dim: int = -1) -> Tensor:
+    """One rank's part of a dim, tokens: of 2 · size stretches the index-th from either end, so that under a
     causal mask all ranks have as many keys to see.
 
     >>> [stretches(torch.arange(8), 2, i).tolist() for i in range(2)]
@@ -217,8 +217,8 @@ def stretches(t: Tensor, size: int, index: int) -> Tensor:
     """
     if size == 1:
         return t
-    parts = t.chunk(2 * size, -1)
-    return torch.cat((parts[index], parts[-1 - index]), -1)
+    parts = t.chunk(2 * size, dim)
+    return torch.cat((parts[index], parts[-1 - index]), dim)
 
 
 def group_name(axis: str, members: tuple[int, ...]) -> str:

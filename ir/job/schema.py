@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from ir.core.files import HIDDEN, Text, words
 from ir.core.mesh import Mesh
-from ir.workload.part import PartLayout
+from ir.workload.part import CP_COMMS, PartLayout
 
 MOST = 2**31 - 1
 PARTS = ("norm", "up_projection", "activation", "scores", "mlp", "attention", "operators")
@@ -107,13 +107,13 @@ class JobParallel:
     overlap_grad_reduce: bool = True
     order: Text = "tp cp ep dp pp"
     sequence_parallel: bool = True
-    cp_comm: Annotated[str, words("all_gather", "all_to_all", said="communication of cp")] = "all_gather"
+    cp_comm: Annotated[str, words(*CP_COMMS, said="communication of cp")] = CP_COMMS[0]
     layers: Text | tuple[int, ...] = "balanced"
 
     @property
     def layout(self) -> PartLayout:
         """Of a part that all axes divide."""
-        return PartLayout(self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.cp_comm == "all_to_all")
+        return PartLayout(self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.cp_comm == CP_COMMS[1])
 
     @property
     def ahead(self) -> int:

@@ -12,10 +12,10 @@ from ir.plan.names import node_shape
 def once_rows(draft: PlanBuilder) -> None:
     """Add a row per once-node and member program, with the waits for what it joins."""
     graph, new = draft.graph, _New(draft)
-    sources, ends = _sources(graph), _ends(draft)
+    sources, latest = _sources(graph), _latest(draft)
     reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in TAIL]
     first = {i: next((s for s in sources[i] if graph.nodes[s].once), i) for i in reductions}
-    last = {(i, p): _last(draft, ends, sources[first[i]], p) for i in reductions for p in graph.nodes[i].groups}
+    last = {(i, p): _last(draft, latest, sources[first[i]], p) for i in reductions for p in graph.nodes[i].groups}
     end = [int(n) for n in np.diff(draft.start)]
     front = [(n - 1) * draft.policy.reduce_behind for n in end]
     for rank, i in enumerate(canonical(draft, first, last)):
@@ -33,7 +33,7 @@ def once_rows(draft: PlanBuilder) -> None:
         for i in [i for i, n in enumerate(graph.nodes) if n.kind is kind]:
             members = []
             for p in graph.nodes[i].groups:
-                members.append(new.row(i, p, (end[p] + rank) * STEP, i, _last(draft, ends, sources[i], p)))
+                members.append(new.row(i, p, (end[p] + rank) * STEP, i, _last(draft, latest, sources[i], p)))
                 before = [draft.once_rows[s, p] for s in sources[i] if (s, p) in draft.once_rows]
                 new.waits += [(members[-1], b) for b in before]
             new.meet(members)
@@ -100,7 +100,7 @@ def _sources(graph: Graph) -> list[list[int]]:
     return out
 
 
-def _ends(draft: PlanBuilder) -> list[list[int]]:
+def _latest(draft: PlanBuilder) -> list[list[int]]:
     """[program][node] its last base row there, -1 if it has none."""
     row = draft.inst[draft.inst >= 0]
     node = np.nonzero(draft.inst >= 0)[0]
@@ -110,9 +110,9 @@ def _ends(draft: PlanBuilder) -> list[list[int]]:
     return found
 
 
-def _last(draft: PlanBuilder, ends: list[list[int]], sources: list[int], program: int) -> int:
+def _last(draft: PlanBuilder, latest: list[list[int]], sources: list[int], program: int) -> int:
     """Local position of the last base row on `program` that contributes, -1 if none does."""
-    row = max((ends[program][s] for s in sources), default=-1)
+    row = max((latest[program][s] for s in sources), default=-1)
     return row - int(draft.start[program]) if row >= 0 else -1
 
 

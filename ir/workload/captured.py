@@ -16,6 +16,7 @@ from ir.workload.captured_file import CapturedLayerPart, CapturedModelFile, read
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 from ir.workload.params import local_numel
 from ir.workload.part import (
+    CP_COMMS,
     Chunk,
     ExpertMessages,
     KeptBuffer,
@@ -104,7 +105,7 @@ class CapturedModel:
         for key, given, wanted in (
             ("parallel.tp", layout.tp, f.tp),
             ("parallel.cp", layout.cp, f.cp),
-            ("parallel.cp_comm", _cp_comm(layout.cp_heads), _cp_comm(f.cp_heads if f.cp > 1 else layout.cp_heads)),
+            ("parallel.cp_comm", CP_COMMS[layout.cp_heads], CP_COMMS[f.cp_heads if f.cp > 1 else layout.cp_heads]),
             ("parallel.ep", layout.ep, f.ep),
             ("model.seq_len", shape.seq_len, f.seq_len),
             ("model.encoder_seq_len", shape.encoder_seq_len, 0),
@@ -205,10 +206,6 @@ class CapturedModelWork:
     def sync_bytes(self) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""
         return self.precision.reduce.bytes, self.precision.gather.bytes
-
-
-def _cp_comm(heads: bool) -> str:
-    return "all_to_all" if heads else "all_gather"
 
 
 def load_captured(path: str | Path) -> CapturedModel:

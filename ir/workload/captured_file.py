@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 from msgspec import Meta, Struct
 
@@ -19,6 +20,19 @@ Bytes = Annotated[int, Meta(ge=0, le=10**18)]
 Size = Annotated[int, Meta(ge=1, le=10**15)]
 Length = Annotated[int, Meta(ge=0, le=10**15)]
 Shape = tuple[Length, ...]
+
+
+class ModelMesh(TypedDict, total=False):
+    """Over which ranks a module is divided where it is captured. tp: those that share its linears, as tp_plan says, or
+    without one the module's own. ep: those that share each layer's experts (tags["EP"]). cp: those that share the
+    tokens of each sequence, of which the example has all; cp_comm: what attention sends for it, as `[parallel]` has it.
+    """
+
+    tp: int
+    tp_plan: Mapping[str, str] | None
+    ep: int
+    cp: int
+    cp_comm: str
 
 
 class _Kernel(Struct, frozen=True):

@@ -10,6 +10,9 @@ from ir.core.work import Message, Work
 ENCODER = "encoder"  # as an input of a part: what the last layer of the encoder gives
 
 
+CP_COMMS = "all_gather", "all_to_all"  # what attention sends over cp: all keys and values; heads, both ways
+
+
 @dataclass(frozen=True, slots=True)
 class PartLayout:
     """How a part is divided over devices: sizes of the mesh axes that shard it. `shard` directives change this.

@@ -8,33 +8,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.work import DType
 from ir.job import Job
 from ir.job.build import precision_of
 from ir.job.load import load_job as read_job
+from ir.workload.captured_file import ModelMesh
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
-class ModelMesh(TypedDict, total=False):
-    """Over which ranks a module is divided. tp: those that share its linears, as tp_plan says, or without one the
-    module's own. ep: those that share each layer's experts (tags["EP"]). cp: those that share the tokens of each
-    sequence, of which the example has all; cp_comm: what attention sends for it, "all_gather" or "all_to_all".
-    """
-
-    tp: int
-    tp_plan: Mapping[str, str] | None
-    ep: int
-    cp: int
-    cp_comm: str
-
-
-COMMS = ("all_gather", "all_to_all")
 CAPTURED = (DType.FP64, DType.FP32, DType.BF16, DType.FP16)
 
 
@@ -104,9 +90,6 @@ def _captured(
     **axes: Unpack[ModelMesh],
 ) -> str:
     """shape: tokens, sequences, format."""
-    if (given := axes.get("cp_comm", COMMS[0])) not in COMMS:
-        fix, allowed = nearest(given, COMMS), ", ".join(COMMS)
-        raise PiperError(ErrorKind.JOB, f"no such word, {given!r}", key="cp_comm", allowed=allowed, suggestion=fix)
     try:
         from executor.frontend.capture import capture as taken
         from executor.frontend.capture import text
@@ -114,6 +97,5 @@ def _captured(
         message, fix = f"{reference} is captured by torch, which is not installed", "pip install 'piper-sim[exec]'"
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key="model.module", suggestion=fix) from error
     length, size, dtype = shape
-    divided: Any = {axis: value for axis, value in axes.items() if axis != "cp_comm"}
-    found = taken(reference, batch=(size, length), dtype=dtype, tags=tags, cp_heads=given == COMMS[1], **divided)
+    found = taken(reference, batch=(size, length), dtype=dtype, tags=tags, **axes)
     return text(found) + "\n"

@@ -58,4 +58,4 @@ def _own_rows(mask: Tensor, cp: RankAxis) -> Tensor:
     mask = mask if mask.dim() > 1 else mask[None]
     if mask.shape[-1] > 1:
         mask = torch.cat([stretches(mask, cp.size, rank) for rank in range(cp.size)], -1)
-    return stretches(mask.mT, cp.size, cp.index).mT if mask.shape[-2] > 1 else mask
+    return stretches(mask, cp.size, cp.index, -2) if mask.shape[-2] > 1 else mask

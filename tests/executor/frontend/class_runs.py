@@ -27,6 +27,7 @@ from ir.job import load_job
 from ir.job.build import prepare
 from ir.job.run_options import JobRunOptions
 from ir.verify import check_plan
+from ir.workload.part import CP_COMMS
 from tests.executor.frontend.models import hub_classes
 from tests.executor.modules.hub import Doubled, quiet
 from tests.executor.runs import Arrays, distance, merged
@@ -49,7 +50,7 @@ def _graph(name: str, tp: int = 1, ep: int = 0, cp: int = 1, heads: bool = False
     reference = f"{hub_classes.__file__}:{name}"
     with quiet():
         tags = hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]}
-        divided: dict[str, Any] = {"tp": tp, "ep": ep or 1, "cp": cp, "cp_heads": heads}
+        divided: dict[str, Any] = {"tp": tp, "ep": ep or 1, "cp": cp, "cp_comm": CP_COMMS[heads]}
         found = capture(reference, batch=(SIZE, LENGTH), dtype=DType.FP64, tags=tags, **divided)
     (folder / "model.json").write_text(text(found))
     return str(folder / "model.json")

@@ -8,7 +8,6 @@ reads its tokens' stretches of it.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from executor.modules.attention.across import attend_across
@@ -17,7 +16,7 @@ from executor.modules.user.divided.linears import FEATURES, LEAVE
 from executor.modules.user.routed import MARK
 from executor.modules.user.writes import storages, written
 from executor.parallel.divided_reads import VIEWS, ShardMismatch, aten, module_of, shape_of
-from executor.parallel.inline import RankRegion
+from executor.parallel.inline import RankRegion, stretches
 from executor.parallel.token_reads import (
     ATTENTION,
     OTHERWISE,
@@ -180,9 +179,8 @@ def _stretch_constants(graph: fx.Graph, node: fx.Node, dims: TokenDims, region: 
 def _stretched(dim: int, region: RankRegion) -> Callable[[Tensor], Tensor]:
     """What takes this rank's tokens, which lie along a dim."""
 
-    def own_tokens(x: Tensor) -> Tensor:  # contiguous, as views behind it may ask for
-        parts = x.chunk(2 * region.cp.size, dim)
-        return torch.cat((parts[region.cp.index], parts[-1 - region.cp.index]), dim)
+    def own_tokens(x: Tensor) -> Tensor:
+        return stretches(x, region.cp.size, region.cp.index, dim)
 
     return own_tokens
 
