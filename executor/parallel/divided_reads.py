@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 Stretches = tuple[int, int]  # the dim that is divided, and how many stretches of it each rank has
 Numbers = tuple[int | float, ...]
 Places = Mapping[
-    tuple[str, str], list[tuple[Shape | None, Numbers]]
+    tuple[str, str], list[tuple[Shape | None, Numbers, object]]
 ]  # (module's path, op) → of its calls there what shapes they give, and numbers they are given
 
 # Ops that read along dims: where the dims stand among their arguments, or which they are.
@@ -51,6 +51,8 @@ USUAL |= {aten.argsort.default: -1}
 USUAL |= {aten.slice.Tensor: 0, aten.unbind.int: 0, aten.topk.default: -1, aten.sort.default: -1, aten.glu.default: -1}
 
 
+# Arguments that are sizes of what is made, and numbers for its elements, which are right as for whole sequences.
+SIZES, NUMBERS = frozenset({"size", "shape", "sizes"}), frozenset({"value", "fill_value", "alpha", "beta"})
 VIEWS = frozenset({
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
     aten.view_as.default, aten.reshape_as.default,
@@ -73,9 +75,9 @@ class ShardMismatch:
 
 def places(graph: fx.Graph) -> Places:
     """The shapes of a graph's values, and the numbers they are made with."""
-    out: dict[tuple[str, str], list[tuple[Shape | None, Numbers]]] = defaultdict(list)
+    out: dict[tuple[str, str], list[tuple[Shape | None, Numbers, object]]] = defaultdict(list)
     for node, place in _placed(graph, ()):
-        out[place].append((shape_of(node), numbers_of(node)))
+        out[place].append((shape_of(node), numbers_of(node), called(node)))
     return out
 
 
@@ -91,12 +93,14 @@ def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Shar
     for node, place in _placed(graph, apart):
         if counts[place] != len(whole.get(place, ())):
             return ShardMismatch(node, OTHERWISE)
-        here, (there, numbers) = shape_of(node), next(left[place])
+        here, (there, numbers, how) = shape_of(node), next(left[place])
         if numbers_of(node) != numbers:
             return ShardMismatch(node, COUNTED)
         divided = any(x in dims or x in several for x in node.all_input_nodes)
         if reads_along(node, dims):
             return ShardMismatch(node, ALONG_IT)
+        if called(node) != how:
+            return ShardMismatch(node, COUNTED)
         if here is None or there is None:
             several |= {node} if divided else set()
             continue
@@ -142,6 +146,33 @@ def numbers_of(node: fx.Node) -> Numbers:
     each = torch.Tag.pointwise in getattr(node.target, "tags", ())
     given = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) is float or (each and type(x) is int)]
     return tuple(given) if node.op == "call_function" else ()
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """What a call is given, by the names of its op."""
+    schema = getattr(node.target, "_schema", None)
+    names = map(str, range(len(node.args))) if schema is None else (a.name for a in schema.arguments)
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def sizes_of(node: fx.Node) -> frozenset[str]:
+    """Names of a call's arguments that are other numbers for sequences of another length."""
+    whole = node.target is aten.slice.Tensor and shape_of(node) == shape_of(node.args[0])
+    return SIZES | {"start", "end"} if whole else SIZES
+
+
+def called(node: fx.Node) -> object:
+    """What an op is given beside values, sizes of what it makes, and numbers for its elements."""
+    if node.target is aten.scaled_dot_product_attention.default or torch.Tag.pointwise in getattr(
+        node.target, "tags", ()
+    ):
+        return ()
+    given = {k: v for k, v in arguments(node).items() if k not in sizes_of(node) | NUMBERS}
+    return {k: [_beside_values(x) for x in tree_leaves(v)] for k, v in given.items()}
+
+
+def _beside_values(x: object) -> object:
+    return None if isinstance(x, float | fx.Node) else (type(x), x)
 
 
 def repeats_of(

@@ -20,6 +20,8 @@ from executor.parallel.divided_reads import (
     Shape,
     ShardMismatch,
     Stretches,
+    arguments,
+    called,
     reads_along,
     repeats_of,
     shape_of,
@@ -56,8 +58,6 @@ PRODUCTS = frozenset({
 })  # fmt: skip
 NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 KNOWN = ALONG.keys() - PRODUCTS - NORMS - {ATTENTION, aten.group_norm.default}
-# Arguments that are sizes of what is made, and numbers for its elements, which are right as for whole sequences.
-SIZES, NUMBERS = frozenset({"size", "shape", "sizes"}), frozenset({"value", "fill_value", "alpha", "beta"})
 
 MIXED = "reads along the tokens of a sequence, of which a rank has some"
 UNKNOWN = "is not known to treat each token by itself"
@@ -87,7 +87,7 @@ class TokenDims:
         split = [self.several[x] for x in node.all_input_nodes if x in self.several]
         if wrong := "" if split else self._mixes(node, dims):
             return wrong
-        if _how(node) != _how(short):
+        if called(node) != called(short):
             return OTHERWISE
         return self._result(node, short, dims, split)
 
@@ -166,31 +166,6 @@ def mask_of(node: fx.Node) -> Any:
     if node.target is not ATTENTION:
         return None
     return node.args[MASK] if len(node.args) > MASK else node.kwargs.get("attn_mask")
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """What a call is given, by the names of its op."""
-    schema = getattr(node.target, "_schema", None)
-    names = map(str, range(len(node.args))) if schema is None else (a.name for a in schema.arguments)
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
-
-
-def sizes_of(node: fx.Node) -> frozenset[str]:
-    """Names of a call's arguments that are other numbers for sequences of another length."""
-    whole = node.target is aten.slice.Tensor and shape_of(node) == shape_of(node.args[0])
-    return SIZES | {"start", "end"} if whole else SIZES
-
-
-def _how(node: fx.Node) -> object:
-    """What an op is given beside values, sizes of what it makes, and numbers for its elements."""
-    if node.target is ATTENTION or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return ()
-    given = {k: v for k, v in arguments(node).items() if k not in sizes_of(node) | NUMBERS}
-    return {k: [_beside_values(x) for x in tree_leaves(v)] for k, v in given.items()}
-
-
-def _beside_values(x: object) -> object:
-    return None if isinstance(x, float | fx.Node) else (type(x), x)
 
 
 def _chooses(node: fx.Node, dims: Followed) -> bool:

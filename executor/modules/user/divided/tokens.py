@@ -15,18 +15,16 @@ from executor.modules.user.annotate import ancestors
 from executor.modules.user.divided.linears import FEATURES, LEAVE
 from executor.modules.user.routed import MARK
 from executor.modules.user.writes import storages, written
-from executor.parallel.divided_reads import VIEWS, ShardMismatch, aten, module_of, shape_of
+from executor.parallel.divided_reads import VIEWS, ShardMismatch, arguments, aten, module_of, shape_of, sizes_of
 from executor.parallel.inline import RankRegion, stretches
 from executor.parallel.token_reads import (
     ATTENTION,
     OTHERWISE,
     Followed,
     TokenDims,
-    arguments,
     follow_tokens,
     mask_of,
     sees_past_only,
-    sizes_of,
 )
 from ir.core.errors import ErrorKind, PiperError, job_error
 

@@ -242,6 +242,8 @@ COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
     "elements": lambda x: x.div_(x.numel()) if x.numel() else x,
     "features reversed": lambda x: x[..., torch.arange(x.shape[-1] - 1, -1, -1)],
     "a stretch of a table": lambda x: x * torch.ones(16).cumsum(0)[: x.shape[-1]],
+    "tokens rolled by it": lambda x: x.roll(x.shape[-1] // 8, 1),
+    "the token of that number": lambda x: x * x[:, x.shape[-1] // 8].unsqueeze(1),
 }
 
 

@@ -208,9 +208,9 @@ ACROSS: Mapping[str, Op] = {
     "unrolled": lambda x, *_: torch.stack(list(x.unbind(1))[::-1], 1),
     "pooled": lambda x, *_: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
     "attention of latents": lambda x, m, _: x * F.scaled_dot_product_attention(m.latents, _heads(x), _heads(x)).sum(),
-    "a feature by length": lambda x, *_: x * x[..., x.shape[1] // 4].unsqueeze(-1),
+    "a feature by length": lambda x, *_: x * x[..., x.shape[1] // 4 % HIDDEN].unsqueeze(-1),
     "rolled by length": lambda x, *_: x.roll(x.shape[1] // 4, -1),
-    "a part by length": lambda x, *_: x * x.unbind(-1)[x.shape[1] // 4].unsqueeze(-1),
+    "a part by length": lambda x, *_: x * x.unbind(-1)[x.shape[1] // 4 % HIDDEN].unsqueeze(-1),
     "one of two formats": lambda x, *_: x.to(torch.float32 if x.shape[1] > 8 else torch.float64).to(torch.float64),
     "one of two einsums": lambda x, m, _: torch.einsum(
         "bnh,hk->bnk" if x.shape[1] > 8 else "bnh,kh->bnk", x, m.conv[..., 0]
