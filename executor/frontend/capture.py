@@ -37,7 +37,12 @@ Json = dict[str, Any]
 
 
 def captured_shard(
-    tp: int = 1, tp_plan: Mapping[str, str] | None = None, ep: int = 1, cp: int = 1, cp_comm: str = CP_COMMS[0]
+    tp: int = 1,
+    tp_plan: Mapping[str, str] | None = None,
+    ep: int = 1,
+    cp: int = 1,
+    cp_comm: str = CP_COMMS[0],
+    sequence_parallel: bool = False,
 ) -> ModelShard:
     """What the first of these ranks has; their messages are noted, in one list.
 
@@ -48,7 +53,8 @@ def captured_shard(
         raise job_error("parallel.cp_comm", message, nearest(cp_comm, CP_COMMS), allowed)
     noted = list[Message]()
     linears, tokens = (MessageAxis(n, axis, noted) if n > 1 else RankAxis() for n, axis in ((tp, "tp"), (cp, "cp")))
-    return ModelShard(RankRegion(linears, tokens, heads=cp_comm == CP_COMMS[1]), tp_plan or {}, ep)
+    region = RankRegion(linears, tokens, sequence=sequence_parallel and tp > 1, heads=cp_comm == CP_COMMS[1])
+    return ModelShard(region, tp_plan or {}, ep)
 
 
 def capture(
@@ -92,6 +98,7 @@ def capture(
         piece = next((p for p in entry.get("pieces", ()) if p["name"] == part), entry)
         found["parts"][piece["part"]]["model_flops"] = flops
     cut = {"tp": tp, "cut": model.dims, "partly": model.partly} if tp > 1 else {}
+    cut |= {"sequence_parallel": True} if region.sequence else {}
     shared = {"cp": cp, "cp_heads": region.heads} if cp > 1 else {}
     return {**found, **cut, **shared, **({"ep": ep} if ep > 1 else {})}
 
@@ -293,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=[str(d) for d in FORMATS.values()])
     parser.add_argument("--pp", metavar="PATTERN", help='module paths of the layers, "model.layers.*"')
     parser.add_argument("--tp", type=int, default=1, help="ranks that share its linears, as its own tp_plan has it")
+    parser.add_argument("--sequence-parallel", action="store_true", help="they share tokens, too, between linears")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share the tokens of each sequence")
     parser.add_argument("--cp-heads", action="store_true", help="they share attention's heads, too: an all-to-all each")
     parser.add_argument("--experts", metavar="PATTERN", help='module paths of experts, "model.layers.*.mlp.experts"')
@@ -312,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ep=args.ep,
             cp=args.cp,
             cp_comm=CP_COMMS[args.cp_heads],
+            sequence_parallel=args.sequence_parallel,
             compiled=not args.eager,
         )
         args.out.write_text(text(found) + "\n", encoding="utf-8")

@@ -17,7 +17,6 @@ from executor.parallel.expert_all_to_all import ExpertGroup
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
 from executor.parallel.shares import ParamShard
-from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.work import DType
 from ir.graph.classes import recomputed as again
@@ -105,9 +104,6 @@ def _users(
     job, entries = prepared.job, prepared.base.entries
     path, _, name = reference.rpartition(":")
     divided = region or RankRegion.of(prepared.plan(), 0)
-    if divided.sequence:
-        message, fix = "all tp ranks have all tokens of a module of your own", "leave sequence_parallel out"
-        raise PiperError(ErrorKind.DIRECTIVE, message, key="sequence_parallel", allowed="false", suggestion=fix)
     build = load_callable(f"{named_path(job.file, path)}:{name}" if path else reference)
     parts = {e.chunk.name: e.part.name for e in entries}
     cuts = [c for e in entries for p in e.part.params if p.expert and p.name in held for c in held[p.name].cuts]

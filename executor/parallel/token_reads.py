@@ -68,12 +68,13 @@ OTHERWISE = "is called otherwise for sequences of another length"
 @dataclass
 class TokenDims:
     """Along which dim of each value the tokens lie. ranks: that share them; length: of a whole sequence; checks: of
-    ops beside those known here, whether they read along it.
+    ops beside those known here, whether they read along it; each: how many stretches of a sequence a rank has.
     """
 
     ranks: int
     length: int
     checks: Mapping[Any, TokenCheck]
+    each: int = 2
     found: dict[fx.Node, Stretches] = field(default_factory=dict)
     several: dict[fx.Node, int] = field(default_factory=dict)  # nodes that give several values, with their repeats
     entered: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)  # (reader, what is read) → its dim
@@ -89,7 +90,7 @@ class TokenDims:
             return wrong
         if called(node) != called(short):
             return OTHERWISE
-        return self._result(node, short, dims, split)
+        return self.place(node, short, dims, split)
 
     def _enter(self, node: fx.Node, short: fx.Node) -> str:
         """What depends on no token is read whole, or in stretches: of one dim, that is as long as a sequence."""
@@ -118,7 +119,8 @@ class TokenDims:
         check = self.checks.get(target) or CHECKS.get(target) or (reads_along if target in KNOWN else None)
         return UNKNOWN if check is None else MIXED if check(node, dims) else ""
 
-    def _result(self, node: fx.Node, short: fx.Node, dims: Followed, split: list[int]) -> str:
+    def place(self, node: fx.Node, short: fx.Node, dims: Followed, split: list[int]) -> str:
+        """Note where the tokens of a node lie, by those of what it reads. Returns what is wrong, if any is."""
         there, here = shape_of(node), shape_of(short)
         if there is None or here is None:
             repeats = {r for _, r in dims.values()}
@@ -130,8 +132,8 @@ class TokenDims:
         if len(here) != len(there) or len(differ) != 1 or here[differ[0]] * self.ranks != there[differ[0]]:
             return MIXED
         known: Mapping[fx.Node, Shape] = {x: s for x in (node, *dims) if (s := shape_of(x)) is not None}
-        # A rank's tokens are two stretches of a sequence: a view that cuts each of these is none of them.
-        at = split[0] if split else repeats_of(node, differ[0], dims, known, 2 * self.ranks)
+        # A rank's tokens are stretches of a sequence: a view that cuts each of these is none of them.
+        at = split[0] if split else repeats_of(node, differ[0], dims, known, self.each * self.ranks)
         if at is None:
             return MIXED
         self.found[node] = differ[0], at

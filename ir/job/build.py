@@ -248,8 +248,7 @@ def dividing(job: Job, config: ModelConfig) -> list[Directive]:
         message, fix = f"{p.dp_replicate} copies of shards, and zero = 0 makes none", "parallel.zero = 1"
         raise job_error("parallel.dp_replicate", message, fix, "1 where zero is 0")
     if p.tp > 1:
-        sequence = p.sequence_parallel and job.model.graph is None  # a captured module's tokens are on all tp ranks
-        out.append(ShardDirective(everything, "tp", sequence_parallel=sequence))
+        out.append(ShardDirective(everything, "tp", sequence_parallel=p.sequence_parallel))
     if p.cp > 1:
         out.append(ShardDirective(everything, "cp", heads=p.layout.cp_heads))
     if config.moe is not None and p.ep * p.etp > 1:

@@ -97,6 +97,8 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     for rank, factor in speed.items() if isinstance(speed, dict) else ():
         _check_speed(str(rank), factor)
     found.setdefault("model", {"overrides": {}})
+    if _names_module(found["model"]) and isinstance(found.setdefault("parallel", {}), dict):
+        found["parallel"] = {"sequence_parallel": False} | found["parallel"]  # what suits a module its author knows
     job = replace(typed(found, Job, FORM), file=file)
     if job.cluster.speed and job.cluster.slow_nodes is not None:
         message, fix = "speed names slow ranks, and here nobody knows which they are", "leave cluster.speed out"
@@ -116,6 +118,11 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         message = f"{other} is given, and no {key}"
         raise job_error(f"run.{key}", message, f"{key} = {usual}", "both or none")
     return replace(job, search=tried(job.search, FORM))
+
+
+def _names_module(model: object) -> bool:
+    """Whether a model is somebody's own module."""
+    return isinstance(model, dict) and ("graph" in model or ("module" in model and "config" not in model))
 
 
 def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class CapturedModel:
             raise self._refuse("parallel.etp", f"etp = {layout.etp}: a captured module's experts are not cut inside", 1)
         for key, given, wanted in (
             ("parallel.tp", layout.tp, f.tp),
+            ("parallel.sequence_parallel", layout.sequence_parallel, f.sequence_parallel),
             ("parallel.cp", layout.cp, f.cp),
             ("parallel.cp_comm", CP_COMMS[layout.cp_heads], CP_COMMS[f.cp_heads if f.cp > 1 else layout.cp_heads]),
             ("parallel.ep", layout.ep, f.ep),
@@ -114,13 +115,19 @@ class CapturedModel:
             ("precision.params", precision.params, f.dtype),
         ):
             if given != wanted:
-                raise self._refuse(key, f"{given}, but the module was captured with {wanted}", wanted)
+                message = f"{_told(given)}, but the module was captured with {_told(wanted)}"
+                raise self._refuse(key, message, _told(wanted))
         if fine := sorted(recompute - {"full"}):
             raise self._refuse("schedule.recompute", f"{', '.join(fine)}: a captured layer has no such parts", '"full"')
 
     def _refuse(self, key: str, message: str, allowed: object) -> PiperError:
         fix = f"{key.split('.')[1]} = {allowed}, or capture again"
         return PiperError(ErrorKind.JOB, message, key=key, allowed=str(allowed), suggestion=fix)
+
+
+def _told(value: object) -> str:
+    """As a job has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)

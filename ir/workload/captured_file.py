@@ -26,6 +26,7 @@ class ModelMesh(TypedDict, total=False):
     """Over which ranks a module is divided where it is captured. tp: those that share its linears, as tp_plan says, or
     without one the module's own. ep: those that share each layer's experts (tags["EP"]). cp: those that share the
     tokens of each sequence, of which the example has all; cp_comm: what attention sends for it, as `[parallel]` has it.
+    sequence_parallel: between its linears tp's ranks share them, too.
     """
 
     tp: int
@@ -33,6 +34,7 @@ class ModelMesh(TypedDict, total=False):
     ep: int
     cp: int
     cp_comm: str
+    sequence_parallel: bool
 
 
 class _Kernel(Struct, frozen=True):
@@ -140,7 +142,8 @@ class CapturedChunk(Struct, frozen=True):
 class CapturedModelFile(Struct, frozen=True):
     """The whole file. hidden: features per token at every seam. tp: the ranks that it was divided over, ep: that
     its experts were; cut: along which dim by tp, by name of the parameter; partly: parameters of whose gradient each of
-    these ranks has a part. cp: the ranks that share the tokens of each sequence; cp_heads: and attention's heads.
+    these ranks has a part; sequence_parallel: that share tokens, too, between what is cut. cp: the ranks that share the
+    tokens of each sequence; cp_heads: and attention's heads.
     """
 
     format: Annotated[str, words(FORMAT, said="format")]
@@ -159,12 +162,14 @@ class CapturedModelFile(Struct, frozen=True):
     partly: tuple[str, ...] = ()
     cp: Size = 1
     cp_heads: bool = False
+    sequence_parallel: bool = False
     compiled: bool = False
 
     @property
     def boundary_bytes(self) -> int:
         """Bytes of what one chunk hands to the next, on one rank."""
-        return self.microbatch_size * self.seq_len // self.cp * self.hidden * self.dtype.bytes
+        tokens = self.seq_len // (self.cp * (self.tp if self.sequence_parallel else 1))
+        return self.microbatch_size * tokens * self.hidden * self.dtype.bytes
 
 
 def read_captured(path: Path) -> tuple[CapturedModelFile, str]:

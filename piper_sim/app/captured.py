@@ -41,7 +41,14 @@ def with_graph(job: Job) -> Job:
     reference = f"{named_path(job.file, file)}:{name}" if file else job.model.module
     size, dtype = job.schedule.microbatch_size, precision_of(job).params
     p, shape = job.parallel, (job.model.seq_len, size, dtype)
-    axes = ModelMesh(tp=p.tp, ep=p.ep, tp_plan=job.model.tp_plan, cp=p.cp, cp_comm=p.cp_comm)
+    axes = ModelMesh(
+        tp=p.tp,
+        ep=p.ep,
+        tp_plan=job.model.tp_plan,
+        cp=p.cp,
+        cp_comm=p.cp_comm,
+        sequence_parallel=p.sequence_parallel,
+    )
     text = _captured(reference, shape, job.model.tags, **axes)
     folder = Path(tempfile.gettempdir()) / f"piper-sim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -69,7 +76,8 @@ def capture(
 
     model: the module, or "my_model.py:build". example: token ids (sequences, tokens) of one microbatch. tags: as
     {"PP": "model.layers.*"}, by module path, where its code has no `annotate`. dtype: what it is trained in. out: a
-    file that gets it, too. axes: tp, tp_plan, ep, cp, cp_comm, as `ModelMesh` has them; without them one rank's.
+    file that gets it, too. axes: tp, tp_plan, ep, cp, cp_comm, sequence_parallel, as `ModelMesh` has
+    them; without them one rank's.
 
     Raises PiperError (model): torch cannot export it; (job): tokens do not divide; (missing_dependency): there is no
     torch.

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.attention import flag_causal, widen_values
-from executor.modules.user.divided.linears import inside, refuse_divided_reads, regions
+from executor.modules.user.divided.linears import NONE, divided_modules, refuse_divided_reads, regions
+from executor.modules.user.divided.sequence import FIX, KEY, pairs_of, share_between, tokens_between
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
 from executor.modules.user.dropout import reseed
 from executor.modules.user.own_functions import call_functions, functions_kept
@@ -74,21 +75,18 @@ def export_cut(
     ['embed', 'l0', 'l1']
     """
     _check_tags(module, tags)
-    some = _of_fewer_tokens(module, size, length, region) if region.cp.size > 1 else None
-    root, assigned = _watched(module, size, length)
-    if assigned:
-        count_on(assigned)
-        again, assigned = _again(module, size, length) or (root, [])
-        refuse_counter(assigned, root.graph, again.graph)
-    refuse_hidden_writes(root)
-    graph, loss = _tidied(module, root, (size, length))
+    inside, cp = length // region.cp.size, region.cp.size > 1
+    some = _of_fewer(module, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1") if cp else None
+    few = _of_fewer(module, size, tokens_between(inside, region), KEY, FIX) if region.sequence else None
+    root, graph, loss = _of_all(module, size, length)
     if whole is not None:
-        refuse_divided_reads(root, whole, inside(module))
+        refuse_divided_reads(root, whole, divided_modules(module))
     flag_causal(root)
+    pairs = {} if few is None else pairs_of(root, few)
     attentions = [] if some is None else share_tokens(root, some, region, length)
     widen_values(root)
     attend_to_all(root, attentions, region)
-    length //= region.cp.size
+    length //= region.divides
     if reseed(graph, seed, size, length) and region.tp.size * region.cp.size > 1:
         message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
         raise job_error("parallel.tp" if region.tp.size > 1 else "parallel.cp", message, fix, "1 with dropout")
@@ -96,27 +94,47 @@ def export_cut(
     if not layers:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
-    partly = frozenset[int]()
+    partly, between = frozenset[int](), NONE
+    if few is not None:
+        between = share_between(root, at, pairs, made_again(module, graph), cut, region, inside)
     if region.tp.size > 1:
-        partly = regions(root, at, made_again(module, graph), cut, region)
+        partly = regions(root, at, made_again(module, graph), cut, region, between)
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length))
     return replace(cut_at(module, root, graph, at, layers), partly=partly, idle=idle, loss=loss)
 
 
-def _of_fewer_tokens(module: nn.Module, size: int, length: int, region: RankRegion) -> fx.Graph:
-    """Its graph for as many tokens as a rank has."""
-    some = tokens_of_a_rank(length, region)
-    root, _ = _watched(copy_of(module), size, some)
-    return _tidied(module, root, (size, some))[0]
+def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, fx.Graph, str]:
+    """Forward as a graph, which repeats exactly; and the number that it returns beside the logits, if it does."""
+    root, assigned = _watched(module, size, length)
+    if assigned:
+        count_on(assigned)
+        again, assigned = _again(module, size, length) or (root, [])
+        refuse_counter(assigned, root.graph, again.graph)
+    refuse_hidden_writes(root)
+    return root, *_tidied(module, root, (size, length))
+
+
+def _of_fewer(module: nn.Module, size: int, length: int, key: str, fix: str) -> fx.Graph:
+    """Its graph for as many tokens as a rank has. Raises PiperError (model): forward does not take as few."""
+    try:
+        return _of_tokens(module, size, length)
+    except PiperError as error:
+        message = f"a rank would have sequences of {length} tokens: {error.message}"
+        raise PiperError(error.kind, message, key=key, allowed=error.allowed, suggestion=fix) from error
+
+
+def _of_tokens(module: nn.Module, size: int, length: int) -> fx.Graph:
+    """Its graph for sequences of so many tokens."""
+    root, _ = _watched(copy_of(module), size, length)
+    return _tidied(module, root, (size, length))[0]
 
 
 def shapes_of(module: nn.Module, size: int, length: int) -> Places:
     """Of all that the module computes of such microbatches, for those who hold a part of it against that. The module
     stays as it is, whatever forward notes in it: a copy is called, which has its tensors.
     """
-    root, _ = _watched(copy_of(module), size, length)
-    return places(_tidied(module, root, (size, length))[0])
+    return places(_of_tokens(module, size, length))
 
 
 def copy_of(module: nn.Module) -> nn.Module:

@@ -3,8 +3,8 @@
 A module is experts where its forward takes (tokens, each token's experts, their weights), all its parameters begin
 with the expert, and it says what experts make of rows: by a method `grouped(rows, counts)`, the rows being sorted by
 expert and counts saying how many each has; or as transformers' classes do, by the names of its stacked weights.
-Around it stand the reference modules' dispatch and combine (`executor.modules.moe`). Tensor-parallel ranks, which all
-have all tokens, send a stretch of them each.
+Around it stand the reference modules' dispatch and combine (`executor.modules.moe`). Tensor-parallel ranks send a
+stretch of the tokens each, which they all have, or, with sequence parallelism, those that they have.
 """
 
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ class UserExpertRouter(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (batch, length, h) → rows (rows, h), weights (rows, 1), order (rows), counts (experts), what is carried."""
         tokens, indices, weights, *carried = self.inner(x)
-        if (tp := self.region.tp).size > 1:
+        if (tp := self.region.tp).size > 1 and not self.region.sequence:
             tokens, weights = own(tokens, self.region), own(weights, self.region)
             indices = indices.chunk(tp.size)[tp.index]
         rows, row_weights, order = self.dispatch.rows(tokens, weights, indices)
@@ -150,7 +150,8 @@ class UserExpertAdd(nn.Module):
 
     def forward(self, rows: Tensor, order: Tensor, *carried: Tensor) -> Tensor:
         """What was carried comes last."""
-        found: Tensor = self.inner(whole(unpermute(rows, order, self.top_k), self.region), *carried)
+        sums = unpermute(rows, order, self.top_k)
+        found: Tensor = self.inner(sums if self.region.sequence else whole(sums, self.region), *carried)
         return found
 
 

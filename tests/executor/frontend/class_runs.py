@@ -43,7 +43,7 @@ PLANS = [
 
 
 @lru_cache
-def _graph(name: str, tp: int = 1, ep: int = 0, cp: int = 1, heads: bool = False) -> str:
+def _graph(name: str, tp: int = 1, ep: int = 0, cp: int = 1, heads: bool = False, sequence: bool = False) -> str:
     """Captured once. ep 0: with experts untagged."""
     folder = Path(tempfile.mkdtemp(prefix="piper-graph-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -51,6 +51,7 @@ def _graph(name: str, tp: int = 1, ep: int = 0, cp: int = 1, heads: bool = False
     with quiet():
         tags = hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]}
         divided: dict[str, Any] = {"tp": tp, "ep": ep or 1, "cp": cp, "cp_comm": CP_COMMS[heads]}
+        divided["sequence_parallel"] = sequence
         found = capture(reference, batch=(SIZE, LENGTH), dtype=DType.FP64, tags=tags, **divided)
     (folder / "model.json").write_text(text(found))
     return str(folder / "model.json")
@@ -61,10 +62,11 @@ def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     given = dict(s.split("=", 1) for s in sets)
     tp, ep, cp = (int(given.get(f"parallel.{a}", n)) for a, n in (("tp", 1), ("ep", 0), ("cp", 1)))
     heads = given.get("parallel.cp_comm") == "all_to_all"
+    sequence = given.get("parallel.sequence_parallel") == "true"
     table = {
         "model": {
             "module": f"{hub_classes.__file__}:{name}",
-            "graph": _graph(name, tp, ep, cp, heads),
+            "graph": _graph(name, tp, ep, cp, heads, sequence),
             "tags": hub_classes.EP if ep else {"PP": hub_classes.LAYERS[name]},
             "seq_len": LENGTH,
         },

@@ -7,7 +7,7 @@ ranks. Of a parameter that does so (a norm of each head) every rank has a part o
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,9 @@ _gathers = torch.library.custom_op(
 _gathers.register_fake(lambda x, size: x.new_empty(*x.shape[:-1], x.shape[-1] * size))
 LEAVE, FEATURES = torch.ops.piper_sim.leave.default, torch.ops.piper_sim.whole.default
 ENDS = {LEAVE: leave, FEATURES: None}
+# Of values that a rank has of its tokens alone: along which dim these lie, in how many stretches, and the whole value.
+Between = Mapping[fx.Node, tuple[int, int, Tensor]]
+NONE: Between = {}
 
 
 @dataclass(frozen=True)
@@ -174,19 +177,26 @@ def _check_heads(module: nn.Module, path: str, size: int) -> None:
 
 
 def regions(
-    root: fx.GraphModule, at: At, again: Collection[fx.Node], cut: Collection[int], region: RankRegion
+    root: fx.GraphModule,
+    at: At,
+    again: Collection[fx.Node],
+    cut: Collection[int],
+    region: RankRegion,
+    between: Between = NONE,
 ) -> frozenset[int]:
     """Put entries where values that all ranks have are read into what is apart, and make its ends this rank's.
 
     at: the scopes of nodes, added to. again: what depends on no parameter and no activation. cut: parameters, by id.
-    Returns the parameters of whose gradient each rank has a part, by id.
+    between: of what a rank has for its own tokens, with sequence parallelism. Returns the parameters of whose gradient
+    each rank has a part, by id.
 
     Raises PiperError (model): something apart is left so where a layer or the model ends, or is ended twice.
     """
     graph = root.graph
-    apart, alone = _apart(root, cut), _of_parameters_alone(root, again)
+    apart, alone = apart_from(root, cut), of_parameters_alone(root, again)
     chunks = chunk_of(graph, at)
     partly, wholly = set[int](), set[int]()
+    everywhere = replace(region, sequence=False)  # the same where all ranks have all tokens
     entries: dict[tuple[fx.Node, str], fx.Node] = {}
     for node in list(graph.nodes):
         beyond = [u for u in node.users if u.op == "output" or chunks[u] != chunks.get(node, chunks[u])]
@@ -201,22 +211,26 @@ def regions(
             elif node in apart and read not in apart and read not in again and _floating(read):
                 entry = entries.get((read, chunks[node]))
                 if entry is None:
+                    dim, repeats, value = between.get(read, (-2, 1, read.meta.get("val")))
+                    here = region if read in between else everywhere
                     with graph.inserting_before(node):
-                        entry = graph.call_function(_bound(enter, region), (read,))
-                    entry.meta, at[entry] = dict(read.meta), at[node]
+                        entry = graph.call_function(along(_bound(enter, here), dim, repeats), (read,))
+                    entry.meta, at[entry] = {**read.meta, "val": value}, at[node]
                     entries[read, chunks[node]] = entry
                 node.replace_input_with(read, entry)
     for node in graph.nodes:
         if node.target in ENDS:
-            node.target, node.args = _bound(ENDS[node.target] or _features, region), node.args[:1]
-    if both := partly & wholly:
+            dim, repeats, _ = between.get(node, (-2, 1, None))
+            here = region if node in between else everywhere
+            node.target, node.args = along(_bound(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
+    if (both := partly & wholly) and not region.sequence:
         named = next(n for n, p in root.named_parameters() if id(p) in both)
         message = f"{named} is read inside and outside of what tp divides"
         raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed="one of them")
     return frozenset(partly - {*cut})
 
 
-def inside(module: nn.Module) -> frozenset[str]:
+def divided_modules(module: nn.Module) -> frozenset[str]:
     """Paths of the divided modules whose forward is another than the whole module's."""
     own = (_row_parallel, _gathered, _words)
     return frozenset(n for n, part in module.named_modules() if getattr(vars(part).get("forward"), "func", None) in own)
@@ -243,7 +257,27 @@ def _bound(function: Callable[[Tensor, RankRegion], Tensor], region: RankRegion)
     return bound
 
 
-def _apart(root: fx.GraphModule, cut: Collection[int]) -> set[fx.Node]:
+def along(function: Callable[[Tensor], Tensor], dim: int, repeats: int) -> Callable[[Tensor], Tensor]:
+    """The same of tokens that lie along another dim than the last but one, or in several stretches of it.
+
+    >>> along(lambda x: torch.cat((x, -x), -2), 0, 2)(torch.tensor([1, 2])).tolist()
+    [1, -1, 2, -2]
+    """
+    if repeats == 1 and dim == -2:
+        return function
+
+    def along(x: Tensor) -> Tensor:
+        if repeats == 1 and dim == x.dim() - 2:
+            return function(x)
+        tokens = x.movedim(dim, -1).unflatten(-1, (repeats, -1)).unsqueeze(-1)
+        return function(tokens).squeeze(-1).flatten(-2).movedim(-1, dim)
+
+    along.__name__ = function.__name__
+    return along
+
+
+def apart_from(root: fx.GraphModule, cut: Collection[int]) -> set[fx.Node]:
+    """What is made of these parameters, by id, and neither summed nor gathered since."""
     out: set[fx.Node] = set()
     for node in root.graph.nodes:
         held = node.op == "get_attr" and id(_held(root, node)) in cut
@@ -252,7 +286,7 @@ def _apart(root: fx.GraphModule, cut: Collection[int]) -> set[fx.Node]:
     return out
 
 
-def _of_parameters_alone(root: fx.GraphModule, again: Collection[fx.Node]) -> dict[fx.Node, frozenset[int]]:
+def of_parameters_alone(root: fx.GraphModule, again: Collection[fx.Node]) -> dict[fx.Node, frozenset[int]]:
     """Parameters and what is made of them and of constants only, with the parameters each is made of."""
     out: dict[fx.Node, frozenset[int]] = {}
     tokens: set[fx.Node] = set()

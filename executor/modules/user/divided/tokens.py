@@ -6,11 +6,13 @@ reads its tokens' stretches of it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
 
 from executor.modules.attention.across import attend_across
+from executor.modules.parallel import Moved
 from executor.modules.user.annotate import ancestors
 from executor.modules.user.divided.linears import FEATURES, LEAVE
 from executor.modules.user.routed import MARK
@@ -49,7 +51,7 @@ def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, leng
 
     Raises PiperError (model): something beside attention looks at other tokens, or may.
     """
-    graph, whole, some = root.graph, _of_tokens(root.graph), _of_tokens(short)
+    graph, whole, some = root.graph, of_tokens(root.graph), of_tokens(short)
     pairs = dict(zip(whole, some, strict=False))
     dims, wrong = follow_tokens(pairs, region.cp.size, length, CHECKS)
     result = next(n for n in graph.nodes if n.op == "output").args[0]
@@ -59,14 +61,14 @@ def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, leng
     if wrong is None and dims.found.get(result) != (1, 1):
         wrong = ShardMismatch(result, "has not this rank's tokens in its second dim")
     if wrong is not None:
-        raise _refused(wrong)
+        raise refused(wrong, "parallel.cp", "cp = 1")
     for node, of in pairs.items():
         node.meta["val"] = of.meta.get("val")
         if node.op == "call_function" and node.target is not ATTENTION:
-            node.args, node.kwargs = _with_sizes(node, of)
+            node.args, node.kwargs = with_sizes(node, of)
     attentions = [n for n in pairs if n.target is ATTENTION and isinstance(k := n.args[1], fx.Node) and dims.at(n, k)]
     for node in pairs:
-        _stretch_constants(graph, node, dims, region)
+        stretch_constants(graph, node, dims, partial(_stretched, region=region))
     ids = whole[0]
     with graph.inserting_after(ids):
         own = graph.call_function(_stretched(1, region), (ids,))
@@ -125,7 +127,7 @@ def _unrepeated(x: Any) -> fx.Node | None:
     return few if same and x.meta["val"].shape == (batch, heads * times, *rest) else None
 
 
-def _of_tokens(graph: fx.Graph) -> list[fx.Node]:
+def of_tokens(graph: fx.Graph) -> list[fx.Node]:
     """The ids, and what depends on them, in order. Not what has their dtype alone, unless tokens are written to it."""
     base, made = storages(graph.nodes), set[fx.Node]()
     ids = next(n for n in graph.nodes if n.op == "placeholder")
@@ -155,26 +157,31 @@ def _written_apart(graph: fx.Graph, pairs: Mapping[fx.Node, fx.Node]) -> ShardMi
     return next((ShardMismatch(n, "writes what was made without tokens") for n in wrong), None)
 
 
-def _with_sizes(node: fx.Node, of: fx.Node) -> tuple[Any, Any]:
+def with_sizes(node: fx.Node, of: fx.Node) -> tuple[Any, Any]:
     """A node's arguments with the sizes of another call."""
     sizes, theirs = sizes_of(node), arguments(of)
     mine = {name: theirs.get(name, x) if name in sizes else x for name, x in arguments(node).items()}
     return tuple(mine.values())[: len(node.args)], {name: mine[name] for name in node.kwargs}
 
 
-def _stretch_constants(graph: fx.Graph, node: fx.Node, dims: TokenDims, region: RankRegion) -> None:
-    """Read this rank's stretches of what is there for whole sequences."""
+def stretch_constants(graph: fx.Graph, node: fx.Node, dims: TokenDims, own: Callable[[int], Moved]) -> list[fx.Node]:
+    """Have a node read this rank's stretches of what is there for whole sequences. own: what takes them, along a dim.
+    Returns what does.
+    """
+    made = list[fx.Node]()
     for read in list(node.all_input_nodes):
         if (dim := dims.entered.get((node, read))) is None:
             continue
         with graph.inserting_before(node):
-            part = graph.call_function(_stretched(dim, region), (read,))
+            part = graph.call_function(own(dim), (read,))
         value = read.meta["val"]
-        part.meta = {**node.meta, "val": value.narrow(dim, 0, value.shape[dim] // region.cp.size)}
+        part.meta = {**node.meta, "val": value.narrow(dim, 0, value.shape[dim] // dims.ranks)}
         node.replace_input_with(read, part)
+        made.append(part)
+    return made
 
 
-def _stretched(dim: int, region: RankRegion) -> Callable[[Tensor], Tensor]:
+def _stretched(dim: int, region: RankRegion) -> Moved:
     """What takes this rank's tokens, which lie along a dim."""
 
     def own_tokens(x: Tensor) -> Tensor:
@@ -196,10 +203,11 @@ def _ends_on_tokens(node: fx.Node, dims: Followed) -> bool:
     return any(dims[x][0] == len(shape_of(x) or ()) - 1 for x in dims)
 
 
-def _refused(wrong: ShardMismatch) -> PiperError:
+def refused(wrong: ShardMismatch, key: str, fix: str) -> PiperError:
+    """The error of what a rank cannot compute of its tokens alone."""
     node = wrong.node
     message = f"{node.target} in {module_of(node) or 'forward'} {wrong.why}"
-    return PiperError(ErrorKind.MODEL, message, key="parallel.cp", allowed=ALLOWED, suggestion="cp = 1")
+    return PiperError(ErrorKind.MODEL, message, key=key, allowed=ALLOWED, suggestion=fix)
 
 
 CHECKS: Mapping[Any, Callable[[fx.Node, Followed], bool]] = {

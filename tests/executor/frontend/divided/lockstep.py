@@ -1,7 +1,8 @@
-"""Context-parallel ranks of one model as threads that meet at a barrier: no transport of the executor's."""
+"""Ranks that share a model's linears and tokens as threads that meet at barriers: no transport of the executor's."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
 from executor.parallel.inline import RankAxis, RankRegion, stretches
+
+Build = Callable[[], nn.Module]
 
 
 class Meeting:
@@ -27,11 +30,11 @@ class Meeting:
 
 
 class LockstepAxis(RankAxis):
-    """An axis of one of several threads."""
+    """An axis of one of several threads. Without a meeting it is as one of a rank that is alone."""
 
-    def __init__(self, size: int, index: int, meeting: Meeting | None = None) -> None:
-        super().__init__(size, index, "cp")
-        self.meeting = meeting
+    def __init__(self, size: int, index: int, axis: str) -> None:
+        super().__init__(size, index, axis)
+        self.meeting: Meeting | None = None
 
     def gather(self, x: Tensor) -> Tensor:
         return super().gather(x) if self.meeting is None else torch.stack(self.meeting.every(self.index, x))
@@ -46,9 +49,38 @@ class LockstepAxis(RankAxis):
             return super().exchange(x)
         return torch.stack([y[self.index] for y in self.meeting.every(self.index, x)])
 
+    def sum(self, x: Tensor) -> Tensor:
+        if self.meeting is None:
+            return super().sum(x)
+        return x.copy_(torch.stack(self.meeting.every(self.index, x.clone())).sum(0))
 
-def far_apart(build: Callable[[], nn.Module], ids: Tensor, ranks: int, *, heads: bool = False) -> float:
-    """How far ranks that share tokens are from the module itself, in logits and in gradients of a weighed sum.
+
+@dataclass(frozen=True)
+class Grid:
+    """tp · cp ranks. plan: how tp divides linears; sequence: and tokens between them; heads: attention's, by cp."""
+
+    tp: int = 1
+    cp: int = 1
+    plan: Mapping[str, str] = field(default_factory=dict)
+    sequence: bool = False
+    heads: bool = False
+
+    def axes(self) -> list[tuple[LockstepAxis, LockstepAxis]]:
+        """Those of each rank, tp innermost."""
+        every = [(k % self.tp, k // self.tp) for k in range(self.tp * self.cp)]
+        return [(LockstepAxis(self.tp, t, "tp"), LockstepAxis(self.cp, c, "cp")) for t, c in every]
+
+    def meet(self, axes: Sequence[tuple[LockstepAxis, LockstepAxis]]) -> list[Meeting]:
+        """Let ranks of a group find each other."""
+        rows = {c: Meeting(self.tp) for c in range(self.cp)}
+        columns = {t: Meeting(self.cp) for t in range(self.tp)}
+        for t, c in axes:
+            t.meeting, c.meeting = rows[c.index], columns[t.index]
+        return [*rows.values(), *columns.values()]
+
+
+def far_apart(build: Build, ids: Tensor, grid: Grid) -> float:
+    """How far ranks that share a module are from the module itself, in logits and in gradients of a weighed sum.
 
     Raises PiperError: the module is refused.
     """
@@ -57,39 +89,55 @@ def far_apart(build: Callable[[], nn.Module], ids: Tensor, ranks: int, *, heads:
     wanted: Tensor = plain(ids)
     weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view_as(wanted)
     (wanted * weights).sum().backward()
-    axes = [LockstepAxis(ranks, k) for k in range(ranks)]
-    models = [_model(build, ids, axis, heads) for axis in axes]
-    meeting, found, errors = Meeting(ranks), [torch.empty(0)] * ranks, list[BaseException]()
+    axes = grid.axes()
+    models = [_model(build, ids, RankRegion(t, c, sequence=grid.sequence, heads=grid.heads), grid) for t, c in axes]
+    found, errors = [torch.empty(0)] * len(axes), list[BaseException]()
+    meetings = grid.meet(axes)
 
     def life(k: int) -> None:
         try:
-            part = weights.movedim(1, -1)
             found[k] = _logits(models[k], ids)
-            (found[k] * stretches(part, ranks, k).movedim(-1, 1)).sum().backward()
+            (found[k] * _of_rank(weights, axes[k][1])).sum().backward()
         except BaseException as error:
             errors.append(error)
-            meeting.barrier.abort()
+            for m in meetings:
+                m.barrier.abort()
 
-    for axis in axes:
-        axis.meeting = meeting
-    threads = [threading.Thread(target=life, args=(k,)) for k in range(ranks)]
+    threads = [threading.Thread(target=life, args=(k,)) for k in range(len(axes))]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
     if errors:
         raise errors[0]
-    far = [_far(found[k], stretches(wanted.detach().movedim(1, -1), ranks, k).movedim(-1, 1)) for k in range(ranks)]
+    far = [_far(x, _of_rank(wanted.detach(), axis)) for x, (_, axis) in zip(found, axes, strict=True)]
     for name, p in plain.named_parameters():
-        grads = [g for m in models if (g := m.module.get_parameter(name).grad) is not None]
-        far.append(_far(torch.stack(grads).sum(0), p.grad if p.grad is not None else torch.zeros_like(p)))
+        far.append(_far(_gradient(models, name, grid), p.grad if p.grad is not None else torch.zeros_like(p)))
     return max(far)
 
 
-def _model(build: Callable[[], nn.Module], ids: Tensor, axis: RankAxis, heads: bool) -> UserModel:
-    shard = ModelShard(RankRegion(cp=axis, heads=heads))
+def _model(build: Build, ids: Tensor, region: RankRegion, grid: Grid) -> UserModel:
     batch = int(ids.shape[0]), int(ids.shape[1])
+    shard = ModelShard(region, grid.plan)
     return UserModel(build, dtype=torch.float64, tags={"PP": "layers.*"}, batch=batch, shard=shard)
+
+
+def _of_rank(x: Tensor, cp: RankAxis) -> Tensor:
+    """Its tokens of (sequences, tokens, …)."""
+    return stretches(x.movedim(1, -1), cp.size, cp.index).movedim(-1, 1)
+
+
+def _gradient(models: Sequence[UserModel], name: str, grid: Grid) -> Tensor:
+    """Of a whole parameter: what ranks have of it side by side, or all of it as the plan adds it up."""
+    grads = [_grad(m.module.get_parameter(name)) for m in models]
+    rows = [torch.stack(grads[t :: grid.tp]).sum(0) for t in range(grid.tp)]
+    if (dim := models[0].dims.get(name)) is not None:
+        return torch.cat(rows, dim)
+    return torch.stack(rows).sum(0) if grid.sequence or name in models[0].partly else rows[0]
+
+
+def _grad(p: nn.Parameter) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad
 
 
 def _logits(model: UserModel, ids: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import prepare
 from tests.executor.frontend import class_runs as hub
-from tests.executor.frontend.divided.lockstep import far_apart
+from tests.executor.frontend.divided.lockstep import Grid, far_apart
 from tests.executor.frontend.divided.token_ops import ACROSS, ALONE, Net, Op
 from tests.executor.frontend.models import more_classes
 
 IDS = torch.arange(32).view(2, 16) * 7 % 16
+TWO = Grid(cp=2)
 
 
 def _net(*ops: Op) -> Net:
@@ -30,13 +31,13 @@ def _net(*ops: Op) -> Net:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_what_treats_tokens_by_themselves_is_the_same(name: str) -> None:
-    assert far_apart(lambda: _net(ALONE[name]), IDS, 2) <= 1e-12
+    assert far_apart(lambda: _net(ALONE[name]), IDS, TWO) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ACROSS)
 def test_what_looks_at_other_tokens_is_refused(name: str) -> None:
     with pytest.raises(PiperError) as refused:
-        far_apart(lambda: _net(ACROSS[name]), IDS, 2)
+        far_apart(lambda: _net(ACROSS[name]), IDS, TWO)
     assert refused.value.key == "parallel.cp" and "torch's scaled_dot_product_attention" in str(refused.value)
 
 
@@ -45,7 +46,7 @@ def _equal_or_refused(names: list[tuple[str, bool]], shape: tuple[int, int], ran
     ops = [(ALONE if alone else ACROSS)[name] for name, alone in names]
     ids = torch.arange(shape[0] * shape[1]).view(shape) * 7 % 16
     try:
-        return far_apart(lambda: _net(*ops), ids, ranks, heads=heads)
+        return far_apart(lambda: _net(*ops), ids, Grid(cp=ranks, heads=heads))
     except PiperError:
         return None
 
@@ -73,17 +74,17 @@ own = tokens._stretched
 
 def test_positions_of_other_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_stretched", _unstretched)
-    assert far_apart(lambda: _net(ALONE["positions"]), IDS, 2) > 1e-2
+    assert far_apart(lambda: _net(ALONE["positions"]), IDS, TWO) > 1e-2
 
 
 def test_an_op_taken_for_one_of_each_token_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(token_reads.CHECKS, torch.ops.aten.conv1d.default, lambda node, dims: False)
-    assert far_apart(lambda: _net(ACROSS["convolution"]), IDS, 2) > 1e-2
+    assert far_apart(lambda: _net(ACROSS["convolution"]), IDS, TWO) > 1e-2
 
 
 def test_heads_that_do_not_divide_are_named() -> None:
     with pytest.raises(PiperError, match="cp = 4 does not divide the 2 heads of keys in layers") as refused:
-        far_apart(lambda: _net(ALONE["causal"]), IDS, 4, heads=True)
+        far_apart(lambda: _net(ALONE["causal"]), IDS, Grid(cp=4, heads=True))
     assert refused.value.suggestion == 'cp_comm = "all_gather"'
 
 
@@ -97,13 +98,13 @@ def test_dropped_scores_are_refused(heads: bool) -> None:
     with pytest.raises(
         PiperError, match=r"dropout of scores in layers\.0 would fall otherwise on each rank"
     ) as refused:
-        far_apart(lambda: _net(_dropping), IDS, 2, heads=heads)
+        far_apart(lambda: _net(_dropping), IDS, Grid(cp=2, heads=heads))
     assert refused.value.key == "parallel.cp"
 
 
 def test_sequences_that_do_not_divide_are_named() -> None:
     with pytest.raises(PiperError, match="cp = 4 needs 8 equal stretches of each sequence, and seq_len = 12"):
-        far_apart(lambda: _net(ALONE["causal"]), IDS[:, :12], 4)
+        far_apart(lambda: _net(ALONE["causal"]), IDS[:, :12], Grid(cp=4))
 
 
 def _sets(*more: str, schedule: str = "1f1b", pp: int = 1, mbs: int = hub.MBS) -> list[str]:
