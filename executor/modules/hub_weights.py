@@ -24,6 +24,7 @@ BIAS = "e_score_correction_bias"  # beside a router's weight; no gradient trains
 FORM = FileErrors("weights", ErrorKind.IO, "model.weights", fix="a folder of safetensors files")
 _MAPPED = replace(FORM, most=2**50)  # bytes of what is not read whole
 NUMBERS = ("F64", "F32", "BF16", "F16")
+COUNTS = ("I64", "I32", "I16", "I8", "U8", "BOOL")  # of buffers, which may be indices and masks
 _EXPERTS = re.compile(r"(.+\.)mlp\.experts\.(gate_up|down)_proj")
 _SPELT = {  # an expert's place in a layer, and its products
     "": ("mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}),
@@ -121,7 +122,7 @@ class HubCheckpoint:
         for name, shape in {**shapes, **biases}.items():
             at = self._find(name, shape)
             for tensor in (n for names in at.names for n in names):
-                self._check(tensor, at.shape(shape))
+                self._check(tensor, at.shape(shape), NUMBERS if name in shapes else NUMBERS + COUNTS)
                 read.add(tensor)
         left = [n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES + _TIED)]
         if left:
@@ -130,6 +131,9 @@ class HubCheckpoint:
             raise FORM.wrong(message, str(self._tensors[left[0]][0]), None, "the weights of the job's model.config")
         for name in (n for n in self._tensors if n not in read and any(fnmatchcase(n, u) for u in _TIED)):
             self._check_copy(name, shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
     def beside(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Tensors that are no parameter: buffers of a module, in the order of their names."""
@@ -147,13 +151,13 @@ class HubCheckpoint:
                 fix = "model.tie_word_embeddings = false"
             raise FORM.wrong(message, str(self._tensors[name][0]), None, "equal values, or a model that has both", fix)
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...], forms: tuple[str, ...]) -> None:
         file, opened = self._tensors[name]
         found = opened.get_slice(name)
         if (has := tuple(found.get_shape())) != shape:
             message = f"{name} is {' x '.join(map(str, has))}, the job's model has {' x '.join(map(str, shape))}"
             raise FORM.wrong(message, str(file), None, "the weights of the job's model.config")
-        if (form := found.get_dtype()) not in NUMBERS:
+        if (form := found.get_dtype()) not in forms:
             message = f"{name} is stored in {form}, whose scales are not applied here"
             raise FORM.wrong(message, str(file), None, ", ".join(NUMBERS), "weights that are not quantised")
 

@@ -107,7 +107,9 @@ class UserModel:
         self._stacked = {id(p): shard for part in experts for p in part.parameters()}
         self._names = {id(p): n for n, p in self.module.named_parameters()}
         saved = self.module.state_dict(keep_vars=True)
-        self._buffers = {id(t): n for n, t in self.module.named_buffers() if n in saved and t.is_floating_point()}
+        there = {n: t for n, t in self.module.named_buffers() if n in saved}
+        counted = () if values is None else values  # indices and masks that files may lack, as they were made
+        self._buffers = {id(t): n for n, t in there.items() if t.is_floating_point() or n in counted}
         held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
         self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):

@@ -100,18 +100,22 @@ class _Shifted(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.zeros(3))
+        self.register_buffer("order", torch.arange(3))
+        self.register_buffer("seen", torch.ones(3, dtype=torch.bool))
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
 
 def test_buffers_that_files_have_are_read(tmp_path: Path) -> None:
-    values = {**saved(_Shifted()), "shift": torch.tensor([1.0, 2.0, 4.0])}
+    values = {**saved(_Shifted()), "shift": torch.tensor([1.0, 2.0, 4.0]), "order": torch.tensor([2, 0, 1])}
+    del values["seen"]  # of somebody whose module had none yet
     save_file({n: t.detach() for n, t in values.items()}, tmp_path / WHOLE)
     model = UserModel(_Shifted, values=HubCheckpoint(tmp_path))
     model.check_values()
     model._fill(model.module)
     assert all(torch.equal(p, values[n]) for n, p in model.module.named_parameters())
     assert model.module.shift.tolist() == [1, 2, 4] and model.module.table.tolist() == [0, 1, 2]
-    with pytest.raises(PiperError, match="no parameter for shift"):
+    assert model.module.order.tolist() == [2, 0, 1] and model.module.seen.tolist() == [True] * 3
+    with pytest.raises(PiperError, match=r"no parameter for (shift|order)"):
         UserModel(Net, values=HubCheckpoint(tmp_path)).check_values()
 
 
