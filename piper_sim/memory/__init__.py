@@ -1,1 +1,1 @@
-"""Bytes over time: a plan's buffers in dispatch order, and the executor's own storages."""
+"""A plan's bytes over time: what its ops allocate, the levels that makes, what an allocator reserves for it."""

@@ -14,7 +14,8 @@ from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
 from ir.workload.config.spec import ModelConfig
 from piper_sim.folding import RankClasses
-from piper_sim.memory.timeline import Memory, ReservedMemory, gradients_made, memory, reserved, state
+from piper_sim.memory.reserved import ReservedMemory, reserved
+from piper_sim.memory.timeline import Memory, gradients_made, memory, state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.routing import ExpertRouting, routing_of
 from piper_sim.pricing.routing.uneven import worst

@@ -17,7 +17,7 @@ from ir.job.schema import JobParallel, JobSlowNodes
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
 from ir.verify.deadlock import takes_turns
-from piper_sim.memory.timeline import bands
+from piper_sim.memory.reserved import bands
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.report.units import GIB
 from piper_sim.study.breakdown import StepBreakdown

@@ -9,7 +9,7 @@ from ir.core.order import FloatArray, IntArray
 from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, Plan, cover_table
 from piper_sim.folding import RankClasses
-from piper_sim.memory.timeline import MemoryEvents
+from piper_sim.memory.events import MemoryEvents
 from piper_sim.pricing.costs import KERNELS, CostModel, CostShare, OpCosts, scaled_to_stage_times
 from piper_sim.pricing.routing.model import ExpertRouting
 

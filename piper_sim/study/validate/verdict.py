@@ -17,7 +17,7 @@ from ir.plan.text import plan_digest
 from piper_sim.compiled.choose import steady
 from piper_sim.engine import EngineScenario
 from piper_sim.folding import RankClasses
-from piper_sim.memory.timeline import bands
+from piper_sim.memory.reserved import bands
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.scenario import scenario_of
 from piper_sim.study.planned import PlannedJob

@@ -11,8 +11,9 @@ from ir.core.work import DType
 from ir.job.load import job_from
 from ir.plan.plan import Plan
 from ir.schedules.registry import NAMES
-from piper_sim.memory import timeline
-from piper_sim.memory.timeline import Memory, memory, requests, reserved, state
+from piper_sim.memory import reserved as allocators
+from piper_sim.memory.reserved import requests, reserved
+from piper_sim.memory.timeline import Memory, memory, state
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from tests.cost_models.allocator.naive_allocator import naive
 
@@ -114,7 +115,7 @@ def test_expandable_segments_give_pages_back_before_they_refuse() -> None:
     asked = MemoryRequests((0, 0, 0), np.array(events), np.array([30 * MIB] + [MIB] * 20))
     assert replay(asked, expandable=True).reserved == 60 * MIB
     for limit in (32, 40, 48, 60):
-        fits = timeline._cached(asked, np.arange(len(events)), 30 * MIB, H100, limit * MIB).expandable_fits
+        fits = allocators._cached(asked, np.arange(len(events)), 30 * MIB, H100, limit * MIB).expandable_fits
         naively = naive(asked.state, events, asked.sizes.tolist(), 2, limit * MIB, True)
         assert fits == (naively[-1] is None) == (limit >= 40)
 
