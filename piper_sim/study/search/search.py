@@ -3,11 +3,10 @@
 import math
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from cost_models import DeviceHardware
@@ -16,7 +15,6 @@ from ir.job import Job
 from ir.job.load import no_job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.report.units import GIB
-from piper_sim.study.predict import planned
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import (
     ANY,
@@ -29,84 +27,16 @@ from piper_sim.study.search.evaluate import (
     over,
     refused,
 )
+from piper_sim.study.search.result import JobSearchResult, front, said
 from piper_sim.study.search.space import Changes, JobSpace
 from piper_sim.study.search.workers import JobJournal, JobWorkers
-from piper_sim.study.simulate import Object, less_measured
+from piper_sim.study.simulate import Object
 
 BUDGET_S = 60.0
 DRAWN, TRIES = 32, 3  # for a first answer: configurations bounded, and simulated at most
 ROOMY, SLOWER = 0.8, 1.5  # it leaves so much of a device free, and its bound is at most so much longer than the least
 MANY, SIMULATED = 20_000, 0.5  # a space is bounded in a drawn order from so many on; so much time is left after bounds
-MOST_REJECTED = 1000
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, eq=False)
-class JobSearchResult:
-    """What was found. best, pareto: `simulate`'s objects with `changes`; nearest: where nothing fits, what lacks least.
-
-    all_rejected: each with its reason; the JSON object has the first 1,000 and the counts. space: configurations;
-    evaluated: those simulated. proven: none that is left could be the best; pareto_proven: nor on the front.
-    seconds: of all; first_s, proven_s: when the first that fits was known, and the best proven; None if never.
-    """
-
-    job: Job
-    best: Object | None
-    nearest: Object | None
-    pareto: list[Object]
-    all_rejected: list[RejectedJob]
-    evaluated: int
-    space: int
-    proven: bool
-    pareto_proven: bool
-    seconds: float
-    first_s: float | None
-    proven_s: float | None
-
-    def to_dict(self) -> Object:
-        """The object of `piper-sim search`."""
-        keys = ("best", "pareto", "evaluated", "space", "proven", "pareto_proven", "seconds", "first_s", "proven_s")
-        out: Object = {"schema_version": 1} | {k: getattr(self, k) for k in keys}
-        out["rejected"] = [r.to_dict() for r in self.all_rejected[:MOST_REJECTED]]
-        counts = Counter(r.kind for r in self.all_rejected)
-        out["rejected_counts"] = {str(k): counts[k] for k in JobRefusal}
-        out["objective"] = self.objective
-        out["warnings"] = self.warnings
-        if self.best is None:
-            said = "nothing fits" if self.proven else "the budget ran out before anything was found that fits"
-            out |= {"fits": False, "nearest": self.nearest, "reason": said + self._why()}
-        return out
-
-    def _why(self) -> str:
-        """What is nearest to a fit, or why most cannot even be built."""
-        if self.nearest is not None:
-            return f"; what lacks least: {self.nearest['reason']}"
-        whys = Counter(r.reason for r in self.all_rejected if r.kind is JobRefusal.ILLEGAL).most_common(1)
-        return "".join(f"; most often ({n} of {self.space}): {why}" for why, n in whys)
-
-    @cached_property
-    def warnings(self) -> list[str]:
-        """That the best is the best by what a profile has not measured of it."""
-        if self.best is None or self.job.costs.profile is None:
-            return []
-        with suppress(PiperError):  # the job itself need not be one that can be built
-            own, best = planned(self.job, hardware_of(self.job)).sources.shares, self.best["cost_shares"]
-            if less_measured(best, own):
-                said = f"{best['modelled']:.0%} of the best's seconds are modelled, {own['modelled']:.0%} of the job's"
-                return [f"{said}: costs.profile may have to measure its sizes, too, before the two can be compared"]
-        return []
-
-    @property
-    def objective(self) -> Object:
-        """What was asked for, and the best's: GPUs and global batch are the job's, so one order serves all."""
-        name, best = self.job.search.objective, self.best
-        price = self.job.cluster.price
-        value = None
-        if best is not None:
-            per_gpu = best["tokens_per_s_per_gpu"]
-            dear = 1e6 * (price or 0.0) / 3600 / per_gpu  # of a million tokens
-            value = {"iteration": best["iteration_s"], "tokens_per_gpu": per_gpu, "cost": dear}[name]
-        return {"name": name, "value": value}
 
 
 def search(
@@ -362,21 +292,3 @@ class _Search:
                     found |= {"fits": False, "reason": over(peak, self.limit_bytes / GIB)}
                 return found
         return None
-
-
-def front(points: Iterable[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """The (seconds, bytes, number) that none beats in one and equals in the other; of equals the first.
-
-    >>> front([(2.0, 5, 0), (1.0, 9, 1), (2.0, 5, 2), (3.0, 6, 3)])
-    [(1.0, 9, 1), (2.0, 5, 0)]
-    """
-    out: list[tuple[float, float, int]] = []
-    for t, m, number in sorted(points):
-        if not out or m < out[-1][1]:
-            out.append((t, m, number))
-    return out
-
-
-def said(changes: Changes) -> str:
-    """Changes in a line."""
-    return ", ".join(f"{k} = {v}" for k, v in changes.items()) or "the job itself"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ir.job.table import job_toml
 from piper_sim.study.inputs import named_files
-from piper_sim.study.search.search import JobSearchResult
+from piper_sim.study.search.result import JobSearchResult
 from piper_sim.study.search.space import replaced
 
 

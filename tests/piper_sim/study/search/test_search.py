@@ -18,7 +18,7 @@ from piper_sim.study.predict import predict
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.bound import JobBound, JobBounds
 from piper_sim.study.search.evaluate import JobRefusal
-from piper_sim.study.search.search import front
+from piper_sim.study.search.result import front
 from piper_sim.study.search.space import JobSpace, replaced
 
 Point = tuple[float, float, int]
