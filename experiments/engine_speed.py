@@ -36,8 +36,9 @@ from piper_sim.app.commands.demo import JOB
 from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, Links, MessageMode
 from piper_sim.engine.traces import trace_of
 from piper_sim.memory.timeline import memory, samples, state
-from piper_sim.pricing.costs import CostModel, CostShare, OpCosts
+from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.structure import CostShare
 from piper_sim.study.breakdown import breakdown
 
 CLASSES = 6

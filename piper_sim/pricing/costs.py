@@ -1,10 +1,8 @@
 """Seconds of every op of a job's plan, and what they are made of: from the hardware file, or from a profile."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from msgspec import structs
@@ -23,12 +21,12 @@ from cost_models.compute.optimizer import (
 from cost_models.compute.roofline import dispatched
 from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.profile import CostSource, Profile, ProfileCost
-from ir.core.errors import ErrorKind, PiperError, job_error, nearest
+from ir.core.errors import job_error
 from ir.core.grid import quantise, quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Kernel, Message
-from ir.graph.graph import Graph, GraphNode, PerStepOp
+from ir.graph.graph import GraphNode, PerStepOp
 from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
@@ -36,7 +34,10 @@ from piper_sim.folding.uses import CollectiveUse, joined, shape_axes, uses
 from piper_sim.pricing.copies import copy_seconds
 from piper_sim.pricing.cp_ring import around_ring, ring_messages
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
+from piper_sim.pricing.stage_times import given_numbers, scaled_to_stage_times
 from piper_sim.pricing.structure import (
+    KERNELS,
+    CostShare,
     computed,
     different_messages,
     different_nodes,
@@ -47,19 +48,6 @@ from piper_sim.pricing.structure import (
 from piper_sim.pricing.tp_messages import beside_products, runs_beside, under_products
 
 FIRST = RankSlot(0, 0)
-
-
-class CostShare(IntEnum):
-    """What a compute op's seconds are spent on."""
-
-    COMPUTE = 0
-    RECOMPUTE = 1
-    TP = 2
-    CP = 3
-    OPTIMIZER = 4
-
-
-KERNELS = [CostShare.COMPUTE, CostShare.RECOMPUTE, CostShare.OPTIMIZER]
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +208,7 @@ class CostModel:
         """Seconds of a transfer inside a node, and between two."""
         times = self.job.costs.stage_times
         if times is not None and "p2p" in times and "p2p" not in self.free:
-            given = quantise(_numbers("p2p", times["p2p"], 1)[0])
+            given = quantise(given_numbers("p2p", times["p2p"], 1)[0])
             return given, given
         near, far = (quantise(self.priced(message, RankSpread(2, k, 3 - k)).seconds) for k in (2, 1))
         return near, far
@@ -310,70 +298,3 @@ class CostModel:
             found = found or self.measured.message(message, spread, lambda s: price(message, s))
             self._messages[message, spread, zero3] = found
         return found
-
-
-def scaled_to_stage_times(
-    graph: Graph, node: FloatArray, wire: FloatArray, times: Mapping[str, object]
-) -> tuple[FloatArray, FloatArray]:
-    """Node and message seconds scaled so that each stage's F, I (with recomputation) and W take the given times.
-
-    A stage's time is what it takes by itself, its all-to-alls included: they are scaled along.
-    """
-    stages = graph.stages
-    node, wire = node.copy(), wire.copy()
-    for key, seconds in given_times(times, stages).items():
-        for s in range(stages):
-            rows = [i for i, n in enumerate(graph.nodes) if n.stage == s and n.kind in _PASSES[key]]
-            total = float(node[rows].sum() + wire[rows].sum())
-            if total > 0:
-                node[rows] *= seconds[s] / total
-                wire[rows] *= seconds[s] / total
-            compute = [i for i in rows if graph.nodes[i].message is None]
-            if compute:  # the largest takes what rounding leaves over, or all where the model has nothing to do
-                most = max(compute, key=lambda i: node[i, : CostShare.TP].sum())
-                share = (
-                    CostShare.COMPUTE
-                    if node[most, CostShare.COMPUTE] >= node[most, CostShare.RECOMPUTE]
-                    else CostShare.RECOMPUTE
-                )
-                rest = seconds[s] - float(quantised(node[rows]).sum() + quantised(wire[rows]).sum())
-                node[most, share] = max(0.0, float(quantised(node[most, share])) + rest)
-    return node, wire
-
-
-_PASSES = {"F": (Pass.F,), "I": (Pass.I, Pass.R), "W": (Pass.W,)}
-
-
-def given_times(times: Mapping[str, object], stages: int) -> dict[str, list[float]]:
-    """Seconds by pass and stage. B alone is half I, half W; beside one of them it says the other.
-
-    Raises PiperError (job): `costs.stage_times` that are not times, or do not add up.
-    """
-    known = ("F", "B", "I", "W", "p2p")
-    for key in times:
-        if key not in known:
-            raise PiperError(
-                ErrorKind.JOB,
-                f"unknown key {key!r}",
-                key="costs.stage_times",
-                allowed=", ".join(known),
-                suggestion=nearest(key, known),
-            )
-    out = {k: _numbers(k, v, stages) for k, v in times.items() if k != "p2p"}
-    whole = out.pop("B", None)
-    if whole is not None:
-        i = out.get("I") or [b - w for b, w in zip(whole, out.get("W", [b / 2 for b in whole]), strict=True)]
-        w = out.get("W") or [b - x for b, x in zip(whole, i, strict=True)]
-        if min(i + w) < 0 or any(abs(x + y - b) > 1e-9 * b for x, y, b in zip(i, w, whole, strict=True)):
-            raise job_error("costs.stage_times", "B is not I + W", "drop B, or let I + W = B")
-        out |= {"I": i, "W": w}
-    return out
-
-
-def _numbers(key: str, value: Any, count: int) -> list[float]:
-    values = list(value) if isinstance(value, list | tuple) else [value] * count
-    good = all(isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < float("inf") for v in values)
-    if not good or len(values) != count:
-        allowed = f"seconds, or a list of {count} of them"
-        raise PiperError(ErrorKind.JOB, f"{key} = {value!r}", key="costs.stage_times", allowed=allowed)
-    return [float(v) for v in values]

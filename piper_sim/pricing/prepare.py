@@ -27,8 +27,10 @@ from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
 from ir.workload.part import Chunk, ModelWork, PlacedPart
 from ir.workload.setting import KernelStyle
-from piper_sim.pricing.costs import CostModel, CostShare, given_times
+from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.measured import profile_of
+from piper_sim.pricing.stage_times import given_times
+from piper_sim.pricing.structure import CostShare
 
 
 def hardware_of(job: Job) -> DeviceHardware:

@@ -11,8 +11,9 @@ from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, OpShape, Plan
 from piper_sim.folding import RankSlot, RankSpread
 from piper_sim.folding.uses import CollectiveUse, message_of
-from piper_sim.pricing.costs import FIRST, KERNELS, CostModel
+from piper_sim.pricing.costs import FIRST, CostModel
 from piper_sim.pricing.measured import classes_of
+from piper_sim.pricing.structure import KERNELS
 
 
 @dataclass(frozen=True, slots=True)

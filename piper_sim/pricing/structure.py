@@ -1,6 +1,7 @@
 """What of a plan has a price, each different thing once: nodes, messages, ops. The same for all costs of one plan."""
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 
@@ -10,6 +11,19 @@ from ir.graph.graph import GraphNode
 from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, Plan, covers_of
 from piper_sim.folding.uses import joined, message_of
+
+
+class CostShare(IntEnum):
+    """What a compute op's seconds are spent on."""
+
+    COMPUTE = 0
+    RECOMPUTE = 1
+    TP = 2
+    CP = 3
+    OPTIMIZER = 4
+
+
+KERNELS = [CostShare.COMPUTE, CostShare.RECOMPUTE, CostShare.OPTIMIZER]
 
 
 @once_per_plan

@@ -11,7 +11,8 @@ from ir.plan.plan import OpKind, Plan
 from piper_sim.engine import EngineRun, EngineScenario
 from piper_sim.folding import RankClasses
 from piper_sim.folding.uses import shape_axes
-from piper_sim.pricing.costs import CostShare, OpCosts
+from piper_sim.pricing.costs import OpCosts
+from piper_sim.pricing.structure import CostShare
 
 KEYS = (
     "compute",

@@ -19,7 +19,8 @@ from piper_sim.engine import EngineRun
 from piper_sim.engine.traces import trace_of
 from piper_sim.folding import replica
 from piper_sim.memory.timeline import samples
-from piper_sim.pricing.costs import KERNELS, OpCosts
+from piper_sim.pricing.costs import OpCosts
+from piper_sim.pricing.structure import KERNELS
 from piper_sim.study.breakdown import StepBreakdown
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.simulate import Object, simulate_object

@@ -10,8 +10,10 @@ from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, Plan, cover_table
 from piper_sim.folding import RankClasses
 from piper_sim.memory.events import MemoryEvents
-from piper_sim.pricing.costs import KERNELS, CostModel, CostShare, OpCosts, scaled_to_stage_times
+from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.routing.model import ExpertRouting
+from piper_sim.pricing.stage_times import scaled_to_stage_times
+from piper_sim.pricing.structure import KERNELS, CostShare
 
 
 def price(routing: ExpertRouting | None, plan: Plan, model: CostModel, classes: RankClasses) -> OpCosts:

@@ -16,8 +16,9 @@ from ir.core.ops import Pass
 from ir.graph.graph import Graph, PerStepOp
 from ir.job.build import PreparedJob
 from piper_sim.folding.ground import RankPositions
-from piper_sim.pricing.costs import KERNELS, CostModel
+from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.measured import classes_of
+from piper_sim.pricing.structure import KERNELS
 from piper_sim.study.calibrate.assemble import machine_of, total
 from piper_sim.study.calibrate.trace_events import FLAG, TraceFile, TraceRange, read_trace_file
 from piper_sim.study.calibrate.trace_links import link_times

@@ -13,10 +13,11 @@ from ir.job import Job
 from ir.plan.plan import OpKind, Plan
 from piper_sim.compiled.choose import steady
 from piper_sim.engine import EngineScenario
-from piper_sim.pricing.costs import CostModel, CostShare, OpCosts
+from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.pricing.routing import price
 from piper_sim.pricing.scenario import scenario_of
+from piper_sim.pricing.structure import CostShare
 from piper_sim.study.explain.chain import OpChain, chain_of, ticks
 from piper_sim.study.planned import PlannedJob
 

@@ -14,7 +14,7 @@ from ir.graph.graph import GraphNode
 from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind
 from piper_sim.folding import RankSlot
-from piper_sim.pricing.costs import CostShare
+from piper_sim.pricing.structure import CostShare
 from piper_sim.report.units import size
 from piper_sim.study.prediction import Prediction
 

@@ -15,8 +15,8 @@ from ir.job.load import job_from
 from ir.job.schema import BUCKET_MIB
 from ir.job.table import table_of, toml_value
 from ir.verify.deadlock import takes_turns
-from piper_sim.pricing.costs import given_times
 from piper_sim.pricing.prepare import hardware_of
+from piper_sim.pricing.stage_times import given_times
 from piper_sim.study.explain.excess import usual_links
 from piper_sim.study.predict import planned, timed
 from piper_sim.study.prediction import Prediction

@@ -31,8 +31,9 @@ from ir.workload.part import Chunk
 from ir.workload.setting import MicrobatchShape
 from piper_sim.folding import RankSpread
 from piper_sim.folding.uses import CollectiveUse
-from piper_sim.pricing.costs import KERNELS, CostModel
+from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import style_of, weigh
+from piper_sim.pricing.structure import KERNELS
 from piper_sim.study.search.walk import compose
 
 NEVER = -1e18

@@ -17,8 +17,9 @@ from piper_sim.compiled import play as twin
 from piper_sim.engine import EngineScenario, play
 from piper_sim.folding import RankClasses, carry, classes, unfold
 from piper_sim.folding.uses import joined, meeting_axes
-from piper_sim.pricing.costs import KERNELS, CostModel, CostShare
+from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of
+from piper_sim.pricing.structure import KERNELS, CostShare
 from tests.piper_sim.engine.cases import HEAVY
 from tests.piper_sim.folding.folding_cases import CASES, LLAMA, MOE, ORDERS, assert_folds, drawn, made, mates, scenario
 from tests.piper_sim.pricing.test_costs import job

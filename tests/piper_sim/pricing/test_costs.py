@@ -14,8 +14,9 @@ from ir.graph.graph import PerStepOp
 from ir.job import Job
 from ir.job.load import job_from
 from ir.plan.plan import OpKind, Plan
-from piper_sim.pricing.costs import CostModel, CostShare, OpCosts
+from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.pricing.structure import CostShare
 from piper_sim.study.predict import predict
 
 

@@ -14,8 +14,9 @@ from ir.job.load import job_from
 from ir.plan.plan import OpKind, OpLists, Plan
 from piper_sim.compiled.choose import steady
 from piper_sim.engine import EngineRun, EngineScenario, HostModel, KernelInterference, MessageMode, play, run
-from piper_sim.pricing.costs import CostShare, OpCosts
+from piper_sim.pricing.costs import OpCosts
 from piper_sim.pricing.scenario import scenario_of
+from piper_sim.pricing.structure import CostShare
 from piper_sim.study.breakdown import KEYS, breakdown
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
