@@ -13,6 +13,13 @@ from ir.core.errors import check_installed
 from ir.core.files import FileErrors
 
 COLUMN, LABELS = "input_ids", "labels"
+MASKS = (
+    "attention_mask",
+    "loss_mask",
+    "completion_mask",
+    "assistant_masks",
+)  # 0 where a token is none, or counts for nothing
+_BLOCK = 2**20  # tokens compared at once
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
     """All rows of column `input_ids`, in their order, behind one another; a page is read when somebody reads on it.
 
     Raises PiperError (missing_dependency): `datasets` is not installed; (job): the folder holds no such column, or
-    hides labels in another: every token here is the label of the one before it.
+    says otherwise in another what counts: every token here is the label of the one before it.
     """
     check_installed("datasets", "datasets", f"{folder} is a folder, so a saved dataset")
     import datasets
@@ -78,22 +85,48 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
     if COLUMN not in found.column_names:
         has = ", ".join(found.column_names)
         raise form.wrong(f"a dataset without the column {COLUMN}: {has}", path, None, lists)
-    if LABELS in found.column_names and _hides(found.data.column(LABELS)):
-        message, allowed = (
-            f"column {LABELS} hides some labels (-100), and is not read",
-            "datasets whose tokens all count",
-        )
-        raise form.wrong(message, path, None, allowed, f"remove_columns({LABELS!r}), and all count")
     try:
         chunks = [c.flatten().to_numpy(zero_copy_only=True) for c in found.data.column(COLUMN).chunks]
     except (AttributeError, ValueError, ArrowException) as error:  # no lists; holes, or no numbers in them
         raise form.wrong(f"column {COLUMN} is {found.features[COLUMN]}, or has holes", path, None, lists) from error
-    return ChunkedTokens.of(chunks)
+    tokens = ChunkedTokens.of(chunks)
+    _refuse_unread(found.data, tokens, path, form)
+    return tokens
 
 
-def _hides(column: Any) -> bool:
-    """Whether a column of lists has a negative number."""
+def _refuse_unread(table: Any, tokens: ChunkedTokens, path: str, form: FileErrors) -> None:
+    """Raise PiperError (job) for a column that is not read, and says that not every token is the next one's label."""
+    for name in (n for n in (LABELS, *MASKS) if n in table.column_names):
+        low = _least(table.column(name))
+        said = None
+        if name in MASKS:
+            said = "marks some tokens (0) that are not to be trained on" if low == 0 else None
+        elif low is not None and low < 0:
+            said = "hides some labels (-100)"
+        elif not _copies(table.column(name), tokens):
+            said = f"is another text than {COLUMN}"
+        if said:
+            message, fix = f"column {name} {said}, and is not read", f"remove_columns({name!r}), and all tokens count"
+            raise form.wrong(
+                message, path, None, "datasets whose tokens all count, each the label of the one before", fix
+            )
+
+
+def _least(column: Any) -> int | None:
+    """The least number of a column of lists; None where it holds none."""
     from pyarrow import compute
 
     lows = [compute.min(c.flatten()).as_py() for c in column.chunks if hasattr(c, "flatten")]
-    return any(isinstance(low, int) and low < 0 for low in lows)
+    return min((int(low) for low in lows if isinstance(low, int)), default=None)
+
+
+def _copies(column: Any, tokens: ChunkedTokens) -> bool:
+    """Whether a column has the same numbers, in any format."""
+    parts = [c.flatten() for c in column.chunks if hasattr(c, "flatten")]
+    if any(p.null_count or not hasattr(p, "to_numpy") for p in parts):
+        return False
+    other = ChunkedTokens.of([p.to_numpy(zero_copy_only=False) for p in parts])
+    starts = range(0, len(tokens), _BLOCK)
+    return len(other) == len(tokens) and all(
+        np.array_equal(other[i : i + _BLOCK], tokens[i : i + _BLOCK]) for i in starts
+    )

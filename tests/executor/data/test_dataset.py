@@ -85,10 +85,26 @@ def test_what_is_no_dataset_of_tokens_is_refused(tmp_path: Path, monkeypatch: py
     assert told.value.kind is ErrorKind.MISSING_DEPENDENCY
 
 
-def test_labels_that_hide_tokens_are_not_silently_left_out(tmp_path: Path) -> None:
-    """Copies of the tokens, as packing scripts add them, say nothing new; a prompt's -100 does."""
-    for name, labels in (("copies", ROWS), ("hidden", [[-100, *row[1:]] if row else row for row in ROWS])):
-        datasets.Dataset.from_dict({"input_ids": ROWS, "labels": labels}).save_to_disk(str(tmp_path / name))
-    assert map_tokens(str(tmp_path / "copies"), 128)[:].tolist() == FLAT.tolist()
-    with pytest.raises(PiperError, match=r"column labels hides some labels \(-100\), and is not read"):
-        map_tokens(str(tmp_path / "hidden"), 128)
+def test_columns_that_say_otherwise_what_is_trained_on_are_not_silently_left_out(tmp_path: Path) -> None:
+    """Copies of the tokens, as packing scripts add them, and masks of ones, as tokenizers do, say nothing new; a
+    prompt's -100, the labels of a T5, and padding do."""
+    ones = [[1] * len(row) for row in ROWS]
+    silent = {
+        "copies": ("labels", ROWS),
+        "mask": ("attention_mask", ones),
+        "bools": ("loss_mask", [[True]] * len(ROWS)),
+    }
+    loud = {
+        "hidden": ("labels", [[-100, *row[1:]] if row else row for row in ROWS], r"hides some labels \(-100\)"),
+        "others": ("labels", [row[::-1] for row in ROWS], "is another text than input_ids"),
+        "fewer": ("labels", [[5, 6]] * len(ROWS), "is another text than input_ids"),
+        "padded": ("attention_mask", [[*row[1:], 0] for row in ones], r"marks some tokens \(0\)"),
+        "prompt": ("completion_mask", [[False, True]] * len(ROWS), r"marks some tokens \(0\)"),
+    }
+    for name, (column, rows, *_) in {**silent, **loud}.items():
+        datasets.Dataset.from_dict({"input_ids": ROWS, column: rows}).save_to_disk(str(tmp_path / name))
+    for name in silent:
+        assert map_tokens(str(tmp_path / name), 128)[:].tolist() == FLAT.tolist()
+    for name, (column, _, words) in loud.items():
+        with pytest.raises(PiperError, match=f"column {column} {words}.*is not read"):
+            map_tokens(str(tmp_path / name), 128)
