@@ -39,7 +39,7 @@ class BuiltChunks:
 
     units: dict[str, nn.Module]  # by name, in order
     params: dict[str, nn.Parameter]  # by global name
-    extras: Mapping[str, tuple[str, ...]]  # what a unit takes beside activations, out of "ids", "labels", "scale"
+    extras: Mapping[str, tuple[str, ...]]  # what a unit takes beside activations, out of "ids", "labels", "scale", …
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # whose outputs it takes, if not the last one's
     ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)  # see `autograd.stage.Stage`
     exchanges: Mapping[str, ExpertAllToAll] = field(default_factory=dict)  # the same

@@ -37,15 +37,15 @@ WEIGHT = 0.3  # λ of the paper's first 10 T tokens
 
 
 class NextTokenEmbed(nn.Module):
-    """Part `embed` of an MTP module: embeddings of the labels, which are the next tokens."""
+    """Part `embed` of an MTP module: embeddings of the next tokens."""
 
     def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
         super().__init__()
         self.inner = EmbedPart(c, make, compute)
 
-    def forward(self, labels: Tensor) -> Tensor:
-        """A masked label reads token 0, whose prediction is masked too."""
-        found: Tensor = self.inner(labels.clamp_min(0))
+    def forward(self, following: Tensor) -> Tensor:
+        """They are read where their labels are masked, too (a prompt's): later tokens attend to what is here."""
+        found: Tensor = self.inner(following)
         return found
 
 
@@ -72,9 +72,8 @@ class NextTokenLoss(nn.Module):
         self.loss = TokenLoss(head, region)
 
     def forward(self, x: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """The last position has nothing to predict, nor has one whose next token is masked."""
+        """The last position has nothing to predict."""
         further = F.pad(labels[:, 1:], (0, 1), value=TokenLoss.IGNORE)
-        further = further.masked_fill(labels < 0, TokenLoss.IGNORE)
         found: Tensor = self.loss(x, further, scale * WEIGHT)
         return found
 
@@ -206,7 +205,7 @@ class DecoderModel:
         parts["norm"] = NormLayer(c, make, f"{prefix}shared_head.norm", c.hidden)
         parts["head"] = NextTokenLoss(HeadPart(c, make), make.region)
         wired |= {"embed": (), "proj": ("", "embed"), "norm": (last,), "head": ("norm",)}
-        return parts, wired, {"embed": ("labels",), **self._routers(inner), "head": LOSS}
+        return parts, wired, {"embed": ("following",), **self._routers(inner), "head": LOSS}
 
     def _routers(self, parts: Mapping[str, nn.Module]) -> Extras:
         return {"router": NUMBER} if self.guide.active and "router" in parts else {}

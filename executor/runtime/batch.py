@@ -28,6 +28,11 @@ class Microbatch:
     step: int = 0
 
     @property
+    def following(self) -> Tensor:
+        """Of each token the next one, also where it counts for nothing as a label; the last one's is known as that."""
+        return torch.cat((self.ids[:, 1:], self.labels[:, -1:].clamp_min(0)), 1)
+
+    @property
     def draws(self) -> Tensor:
         """What dropout depends on, where one trains."""
         return torch.tensor([self.step, self.number, 1], device="cpu")

@@ -186,7 +186,7 @@ class Theirs:
                 p.copy_(values[n])
 
     def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Summed over tokens."""
+        """Summed over tokens. A label may be masked (−100)."""
         given: dict[str, Tensor] = {"input_ids": ids}
         if self.kind == "mpt":
             t = self.inner.transformer
@@ -197,8 +197,9 @@ class Theirs:
         total = _summed(self.inner(**given, use_cache=False).logits, labels)
         if self.next is not None and hook is not None:
             hook.remove()
-            further = F.pad(labels[:, 1:], (0, 1), value=-100)
-            total = total + NEXT_WEIGHT * _summed(self.next(self.inner, seen[0], labels), further)
+            further, last = F.pad(labels[:, 1:], (0, 1), value=-100), labels[:, -1:].clamp_min(0)
+            following = torch.cat((ids[:, 1:], last), 1)
+            total = total + NEXT_WEIGHT * _summed(self.next(self.inner, seen[0], following), further)
         return total
 
 

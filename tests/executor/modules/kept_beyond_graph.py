@@ -74,12 +74,12 @@ BEYOND = (
         out=lambda c: 4 - 4 * c.tokens,
     ),
     Beyond(
-        "token ids come with the batch, and are the module's own only in an MTP module, which makes them of the labels",
-        lambda c: c.name == "embed.embed",
+        "token ids come with the batch, those that come next, which an MTP module reads, too",
+        lambda c: c.name.endswith(".embed"),
         until_w=lambda c: -8 * c.tokens,
     ),
     Beyond(
-        "so do labels, which an MTP module's head moves by one",
+        "so do labels, of which an MTP module's head makes its own, moved by one",
         lambda c: c.name == "head.head",
         until_i=lambda c: -8 * c.tokens,
     ),

@@ -267,8 +267,8 @@ def test_the_second_loss_looks_one_token_further() -> None:
     logits = torch.randn(1, 4, 8)
     labels = torch.tensor([[5, -100, 3, 2]])
     got = NextTokenLoss(torch.nn.Identity())(logits, labels, 0.5)
-    want = F.cross_entropy(logits[0, 2:3], torch.tensor([2]), reduction="sum") * 0.5 * 0.3
-    torch.testing.assert_close(got, want)  # position 0's target and position 1's input are masked, 3 has none
+    want = F.cross_entropy(logits[0, 1:3], torch.tensor([3, 2]), reduction="sum") * 0.5 * 0.3
+    torch.testing.assert_close(got, want)  # position 0's target is masked, 3 has none
 
 
 def test_learned_positions_and_partial_rotary_act() -> None:
