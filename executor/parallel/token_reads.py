@@ -115,7 +115,7 @@ class TokenDims:
     def _mixes(self, node: fx.Node, dims: Followed) -> str:
         target: Any = node.target
         if torch.Tag.pointwise in getattr(target, "tags", ()) or target in EACH or target in VIEWS:
-            return MIXED if target is aten.embedding.default and node.args[0] in dims else ""
+            return MIXED if target is aten.embedding.default and _counts_words(node, dims) else ""
         check = self.checks.get(target) or CHECKS.get(target) or (reads_along if target in KNOWN else None)
         return UNKNOWN if check is None else MIXED if check(node, dims) else ""
 
@@ -168,6 +168,12 @@ def mask_of(node: fx.Node) -> Any:
     if node.target is not ATTENTION:
         return None
     return node.args[MASK] if len(node.args) > MASK else node.kwargs.get("attn_mask")
+
+
+def _counts_words(node: fx.Node, dims: Followed) -> bool:
+    """Whether a table is looked up that is made of tokens; or its backward divides by how often a word comes."""
+    given = arguments(node)
+    return given["weight"] in dims or (bool(given.get("scale_grad_by_freq")) and given["indices"] in dims)
 
 
 def _chooses(node: fx.Node, dims: Followed) -> bool:

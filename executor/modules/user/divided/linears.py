@@ -132,7 +132,7 @@ def _cut(module: nn.Module, path: str, style: str, region: RankRegion) -> dict[i
     part, size = module.get_submodule(path), region.tp.size
     plain = type(part).forward is nn.Linear.forward
     match style, part:
-        case "embedding_rowwise", nn.Embedding():
+        case "embedding_rowwise", nn.Embedding() if not part.scale_grad_by_freq:  # others' words look up one here
             each = part.num_embeddings // size
             vars(part)["forward"] = partial(_words, part.forward, region.tp.index * each, each)
             if part.padding_idx is not None:  # whose row has no gradient, where it is
@@ -146,7 +146,8 @@ def _cut(module: nn.Module, path: str, style: str, region: RankRegion) -> dict[i
             if style == "colwise_gather_output":
                 vars(part)["forward"] = partial(_gathered, part, size)
             return {id(part.weight): 0} | ({} if part.bias is None else {id(part.bias): 0})
-    message = f"{path} is a {type(part).__name__}, which {style} does not divide"
+    counts = " that counts words (scale_grad_by_freq)" if getattr(part, "scale_grad_by_freq", False) else ""
+    message = f"{path} is a {type(part).__name__}{counts}, which {style} does not divide"
     raise PiperError(ErrorKind.JOB, message, key="model.tp_plan", allowed="nn.Linear, nn.Embedding or a parameter")
 
 

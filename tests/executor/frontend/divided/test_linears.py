@@ -147,6 +147,19 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], width: int, s
     assert said in info.value.message and info.value.kind.exit_code == 2
 
 
+def test_a_table_that_counts_its_words_is_not_divided() -> None:
+    """Words that other ranks hold would be counted as one of this rank's."""
+
+    def build() -> Net:
+        net = Net()
+        net.embed.scale_grad_by_freq = True
+        return net
+
+    shard = ModelShard(RankRegion(MessageAxis(2, "tp")), {"embed": "embedding_rowwise"})
+    with pytest.raises(PiperError, match=r"embed is a Embedding that counts words \(scale_grad_by_freq\), which"):
+        UserModel(build, tags={"PP": "layers.*"}, batch=(1, 2), shard=shard)
+
+
 def heads(x: Tensor) -> Tensor:
     """Features as heads of four."""
     return x.view(*x.shape[:2], -1, 4)
