@@ -92,6 +92,7 @@ class UserModel:
         with making():
             self.module = module if dtype is None else _cast(module, dtype)
         self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
+        self._hooked = tuple(n for n, p in self.module.named_parameters() if p._backward_hooks)
         self.live = not tags  # its code runs as it stands, and may make tensors without saying where
         shard = shard or ModelShard()
         divided = shard.region.tp.size > 1
@@ -246,6 +247,19 @@ class UserModel:
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
         refuse_training(self.module, self._cut, self.live)
+        self._refuse_hooks()
+
+    def _refuse_hooks(self) -> None:
+        """A hook is called with the gradient of what a rank has: some of a tensor, or of what is added up to it."""
+        sizes = {"tp": self._region.tp.size, "cp": self._region.cp.size, "ep": self._ep}
+        params = dict(self.module.named_parameters())
+        for name in self._hooked:
+            axes = [a for a, n in sizes.items() if n > 1 and (a != "ep" or id(params[name]) in self._stacked)]
+            if axes:
+                message = f"{name} has a hook of its gradient, of which each rank of {axes[0]} has a part"
+                raise model_error(
+                    message, f"{axes[0]} = 1, or leave it out", "hooks of whole gradients", "model.module"
+                )
 
     def refuse_impure(self, size: int, length: int) -> None:
         """Try forward, without values, on microbatches of `size` sequences of `length` tokens.

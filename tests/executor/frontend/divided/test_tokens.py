@@ -1,6 +1,7 @@
 """Modules whose sequences are shared out over context-parallel ranks: equal to the whole, or refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from executor.launch.refusals import refuse
 from executor.modules.user.divided import tokens
+from executor.modules.user.divided.linears import ModelShard
+from executor.modules.user.model import UserModel
 from executor.parallel import token_reads
-from executor.parallel.inline import RankRegion
+from executor.parallel.inline import MessageAxis, RankRegion
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import prepare
@@ -80,6 +83,20 @@ def test_positions_of_other_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch
 def test_an_op_taken_for_one_of_each_token_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(token_reads.CHECKS, torch.ops.aten.conv1d.default, lambda node, dims: False)
     assert far_apart(lambda: _net(ACROSS["convolution"]), IDS, TWO) > 1e-2
+
+
+@pytest.mark.parametrize(("axis", "plan"), [("cp", {}), ("tp", {"embed": "embedding_rowwise"})])
+def test_hooks_of_gradients_that_ranks_have_parts_of_are_refused(axis: str, plan: dict[str, str]) -> None:
+    def build() -> Net:
+        net = _net(lambda x, layer, _: layer.up(x))
+        net.embed.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return net
+
+    given: dict[str, Any] = {"tags": {"PP": "layers.*"}, "batch": tuple(IDS.shape)}
+    UserModel(build, **given).refuse_training()
+    shard = ModelShard(RankRegion(**{axis: MessageAxis(2, axis)}), plan)
+    with pytest.raises(PiperError, match=f"embed.weight has a hook of its gradient, of which each rank of {axis}"):
+        UserModel(build, **given, shard=shard).refuse_training()
 
 
 def test_heads_that_do_not_divide_are_named() -> None:
