@@ -49,8 +49,8 @@ class CheckpointReader:
 
     def slots(self, name: str) -> tuple[str, ...]:
         """What there is of a parameter: of Muon's, a matrix has one moment, all else two others."""
-        slots, parts = self.manifest.training.slots, self.manifest.parameters[name]
-        if MOMENT not in slots:
+        slots, parts = self.manifest.training.slots, self.manifest.parameters.get(name, ())
+        if MOMENT not in slots or not parts:  # of a parameter without elements there is no piece
             return slots
         matrix = f"{MOMENT}/{name}" in self._file(parts[0].file).names
         return tuple(s for s in slots if s == WEIGHT or (s == MOMENT) is matrix)

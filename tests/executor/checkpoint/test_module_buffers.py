@@ -23,9 +23,11 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.gain = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
+        self.none = nn.Parameter(torch.zeros(0))
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x):
+        x = x + self.none.sum()
         return x + self.gain * torch.relu(self.up(x)) * self.scale
 
 class Net(nn.Module):
@@ -101,12 +103,12 @@ def test_a_run_goes_on_with_the_buffers_that_it_was_given(job: Path, capsys: pyt
 
 
 def test_what_is_exported_has_every_value_of_the_module(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Buffers, and parameters without dimensions."""
+    """Buffers, and parameters without dimensions, or without elements."""
     keep, out = job.parent / "keep", job.parent / "out"
     run(job, capsys, 1, *GIVEN, "--save", str(keep))
     assert lister([str(keep), "--hub", str(out)]) == 0
     module, given = built(job.parent), load_file(job.parent / "given" / WHOLE)
     found = load_file(out / WHOLE)
     module.load_state_dict(found)  # all of them, and no other
-    assert all(torch.equal(v, given[n]) is ("scale" in n) for n, v in found.items())
+    assert all(torch.equal(v, given[n]) is ("scale" in n or not v.numel()) for n, v in found.items())
     assert found["layers.0.gain"].shape == ()
