@@ -107,10 +107,7 @@ class UserModel:
         blank.refuse_made(self.module)
         self._stacked = {id(p): shard for part in experts for p in part.parameters()}
         self._names = {id(p): n for n, p in self.module.named_parameters()}
-        saved = self.module.state_dict(keep_vars=True)
-        there = {n: t for n, t in self.module.named_buffers() if n in saved}
-        counted = () if values is None else values  # indices and masks that files may lack, as they were made
-        self._buffers = {id(t): n for n, t in there.items() if t.is_floating_point() or n in counted}
+        self._buffers = _saved_buffers(self.module, values)
         held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
         self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):
@@ -339,6 +336,13 @@ class TokenShapeChunk(nn.Module):
         """x (sequences, tokens, …)."""
         found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device), *more)
         return found
+
+
+def _saved_buffers(module: nn.Module, values: HubCheckpoint | None) -> dict[int, str]:
+    """Names of the buffers that files have, by id; of indices and masks, which were made as they are, those in these."""
+    saved, there = module.state_dict(keep_vars=True), () if values is None else values
+    found = {n: t for n, t in module.named_buffers() if n in saved}
+    return {id(t): n for n, t in found.items() if t.is_floating_point() or n in there}
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
