@@ -339,7 +339,7 @@ class TokenShapeChunk(nn.Module):
 
 
 def _saved_buffers(module: nn.Module, values: HubCheckpoint | None) -> dict[int, str]:
-    """Names of the buffers that files have, by id; of indices and masks, which were made as they are, those in these."""
+    """Names of the buffers that files have, by id. Indices and masks may be missing, then as they were made."""
     saved, there = module.state_dict(keep_vars=True), () if values is None else values
     found = {n: t for n, t in module.named_buffers() if n in saved}
     return {id(t): n for n, t in found.items() if t.is_floating_point() or n in there}
