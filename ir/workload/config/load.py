@@ -126,7 +126,7 @@ def _refuse_unknown(
 
 def _flat(raw: Mapping[str, object], own: Collection[str]) -> dict[str, object]:
     """With tables whose keys the type knows one by one (`attn_config.clip_qkv`) written out."""
-    tables = {k.partition(".")[0] for k in own if "." in k}
+    tables = {k.partition(".")[0] for k in own if "." in k and k not in INERT}  # transformers.js_config
     out: dict[str, object] = {}
     for k, v in raw.items():
         if k not in tables:

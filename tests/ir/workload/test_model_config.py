@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from importlib.resources import files
 
 import pytest
@@ -10,7 +11,7 @@ from ir.job.build import prepare
 from ir.job.routing.described import check_routing
 from ir.workload import config_from, load_config, presets
 from ir.workload.config.keys import TYPES
-from tests.ir.workload.models import LLAMA, refused
+from tests.ir.workload.models import FAMILIES, LLAMA, refused
 
 CONTRACT = (
     "gpt3-175b llama3-8b llama3-70b llama3-405b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 "
@@ -205,3 +206,33 @@ def test_an_unreadable_file_is_an_io_error(tmp_path):
     with pytest.raises(PiperError) as e:
         load_config(str(tmp_path / "bytes.json"))
     assert e.value.kind is ErrorKind.MODEL
+
+
+# Keys that the Hub's own files have and transformers' classes nowhere read: of SmolLM2, Vicuna, Falcon 3, unsloth's
+# copies; GPT-2 medium and XL, DistilGPT2; GPT-NeoX, Dolly; BLOOM; Falcon 2; StableLM 2; multilingual BERT; CamemBERT;
+# DistilBERT.
+READ_BY_NOBODY = {
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "max_sequence_length": 2048, "activation": "swiglu"}
+    | {"unsloth_version": "2024.9", "unsloth_fixed": True, "transformers.js_config": {"kv_cache_dtype": {"fp16": "f"}}},
+    "gpt2": {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1},
+    "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "custom_pipelines": {"x": {}}},
+    "bloom": {"n_inner": None},
+    "falcon": {"ff_factor": 4},
+    "stablelm": {"rotary_scaling_factor": 1.0},
+    "bert": {"directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12}
+    | {"pooler_num_fc_layers": 3, "pooler_size_per_head": 128, "pooler_type": "first_token_transform"},
+    "camembert": {"output_past": True},
+    "distilbert": {"tie_weights_": True},
+}
+
+
+@pytest.mark.parametrize("model_type", READ_BY_NOBODY)
+def test_what_the_hubs_files_have_and_no_class_reads_is_accepted(model_type):
+    raw, more = FAMILIES[model_type]["config"], READ_BY_NOBODY[model_type]
+    assert config_from({**raw, **more}, "x") == config_from(raw, "x")
+    modelling = f"models.{model_type.replace('-', '_')}.modeling_{model_type.replace('-', '_')}"
+    source = files("transformers").joinpath(modelling.replace(".", "/") + ".py").read_text()
+    assert not [key for key in more if re.search(rf"config\.{re.escape(key)}\b", source)]
+    if model_type == "llama":
+        for odd in ({"rope_interleaved": True}, {"activation": "gelu"}, {"transformers": {"js_config": 1}}):
+            assert refused(raw | odd).key == next(iter(odd))
