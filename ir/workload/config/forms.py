@@ -140,17 +140,18 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
 
 
 def _pairs(v: ModelValues, layers: int) -> list[str]:
-    """GPT-Neo's `attention_types`, [[["global", "local"], 12]], written out."""
-    given = v.get("attention_types")
+    """GPT-Neo's `attention_layers`, or `attention_types`, [[["global", "local"], 12]], written out."""
+    key, allowed = "attention_layers", 'a list of "global" and "local"'
+    if (given := v.get(key)) is None or ("attention_types" in v.inline and key not in v.inline):
+        key, allowed, given = "attention_types", '[[["global", "local"], layers / 2]]', v.get("attention_types")
     assert isinstance(given, (list, tuple))
+    pairs = [(given, 1)] if key == "attention_layers" else given
     try:
-        kinds = [str(kind) for group, times in given for _ in range(times) for kind in group]
+        kinds = [str(kind) for group, times in pairs for _ in range(times) for kind in group]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != layers or set(kinds) - {"global", "local"}:
-        v.refuse(
-            "attention_types", f"{given!r} is no kind for each layer", allowed='[[["global", "local"], layers / 2]]'
-        )
+        v.refuse(key, f"{given!r} is no kind for each layer", allowed=allowed)
     return kinds
 
 

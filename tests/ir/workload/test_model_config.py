@@ -11,7 +11,8 @@ from ir.job.build import prepare
 from ir.job.routing.described import check_routing
 from ir.workload import config_from, load_config, presets
 from ir.workload.config.keys import TYPES
-from tests.ir.workload.models import FAMILIES, LLAMA, refused
+from tests.ir.workload.models import FAMILIES, LLAMA, refused, small
+from tests.ir.workload.test_families import hub_config
 
 CONTRACT = (
     "gpt3-175b llama3-8b llama3-70b llama3-405b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 "
@@ -211,6 +212,7 @@ def test_an_unreadable_file_is_an_io_error(tmp_path):
 # Keys that the Hub's own files have and transformers' classes nowhere read: of SmolLM2, Vicuna, Falcon 3, unsloth's
 # copies; GPT-2 medium and XL, DistilGPT2; GPT-NeoX, Dolly; BLOOM; Falcon 2; StableLM 2; multilingual BERT; CamemBERT;
 # DistilBERT.
+GEMMAS = (("gemma2", "hidden_activation"), ("gemma3_text", "hidden_activation"))
 READ_BY_NOBODY = {
     "llama": {"is_llama_config": True, "rope_interleaved": False, "max_sequence_length": 2048, "activation": "swiglu"}
     | {"unsloth_version": "2024.9", "unsloth_fixed": True, "transformers.js_config": {"kv_cache_dtype": {"fp16": "f"}}},
@@ -236,3 +238,28 @@ def test_what_the_hubs_files_have_and_no_class_reads_is_accepted(model_type):
     if model_type == "llama":
         for odd in ({"rope_interleaved": True}, {"activation": "gelu"}, {"transformers": {"js_config": 1}}):
             assert refused(raw | odd).key == next(iter(odd))
+
+
+def test_gpt_neos_list_of_layers_stands_before_its_pairs():
+    """As in transformers' class, which keeps what a file says of `attention_layers`."""
+    raw = {k: v for k, v in small("gpt_neo").items() if k != "attention_layers"}
+    layers = ["local", "global", "global", "local"]
+    both = raw | {"attention_layers": layers}
+    assert hub_config(both).attention_layers == layers and hub_config(raw).attention_layers != layers
+    assert config_from(both, "x").windows == (5, 0, 0, 5) and config_from(raw, "x").windows == (0, 5, 0, 5)
+    assert config_from(both, "x", {"attention_types": [[["global"], 4]]}).windows == (), "the job's"
+    assert refused(both | {"attention_layers": layers[:3]}).key == "attention_layers"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [("gemma3_text", "attn_logit_softcapping", 50.0), ("phi3", "embd_pdrop", 0.1)],
+)
+def test_what_a_class_holds_and_does_not_apply_changes_nothing(model_type, key, value):
+    raw = small(model_type)
+    assert config_from(raw | {key: value}, "x") == config_from(raw, "x")
+
+
+def test_gelu_is_gemmas_own_in_the_first_generation_alone():
+    acts = [config_from(small(t) | {k: "gelu"}, "x").act for t, k in (("gemma", "hidden_act"), *GEMMAS)]
+    assert acts == ["gelu_pytorch_tanh", "gelu", "gelu"]
