@@ -174,8 +174,9 @@ def test_a_value_of_which_transformers_class_makes_something_else_is_refused(mod
     assert (e.value.key, e.value.kind.exit_code) == (key, 2) and e.value.allowed
 
 
-def test_heliums_output_projection_has_no_bias():
-    raw = {**small("helium"), "attention_bias": True}
+@pytest.mark.parametrize(("model_type", "key"), [("helium", "attention_bias"), ("ernie4_5_moe", "use_bias")])
+def test_heliums_output_projection_has_no_bias_and_ernies_head_has_one(model_type, key):
+    raw = {**small(model_type), key: True}
     hub, whole, _ = counted(raw, TOKENS)
     config = config_from(raw, "small")
     assert parameters(config) == sum(p.numel() for p in hub.parameters()) and priced(config, TOKENS)[0] == whole

@@ -253,7 +253,13 @@ def test_gpt_neos_list_of_layers_stands_before_its_pairs():
 
 @pytest.mark.parametrize(
     ("model_type", "key", "value"),
-    [("gemma3_text", "attn_logit_softcapping", 50.0), ("phi3", "embd_pdrop", 0.1)],
+    [
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
+        ("phi3", "embd_pdrop", 0.1),
+        ("dbrx", "emb_pdrop", 0.1),
+        ("ernie4_5", "attention_dropout", 0.1),
+        ("ernie4_5_moe", "attention_dropout", 0.1),
+    ],
 )
 def test_what_a_class_holds_and_does_not_apply_changes_nothing(model_type, key, value):
     raw = small(model_type)
