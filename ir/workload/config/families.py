@@ -21,6 +21,8 @@ def worked(v: ModelValues) -> Row:
 
 def _megatron(v: ModelValues, row: Row) -> Row:
     """Arguments of Megatron-LM that say several things at once."""
+    if not blocks(v) and v.get("num_hidden_layers") is None:
+        v.refuse("num_hidden_layers", "missing, and no pattern of layers is given", allowed="a positive integer")
     layer = v.one_of("normalization", ("LayerNorm", "RMSNorm")) == "LayerNorm"
     place = v.one_of("position_embedding_type", ("learned_absolute", "rope", "none"))
     bias, experts = v.flag("add_bias_linear"), v.get("num_experts") is not None

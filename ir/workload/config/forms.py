@@ -224,7 +224,7 @@ def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
             return frozenset(range(layers)) - frozenset(sparse)
         case "between":
             first, last = v.size("moe_layer_start_index"), v.size("moe_layer_end_index")
-            step = v.size("moe_layer_interval")
+            last, step = layers - 1 if last == -1 else last, v.size("moe_layer_interval")
             return frozenset(i for i in range(layers) if (i + 1) % step or not first <= i <= last)
         case "blocks":
             return without(blocks(v), EXPERTS)

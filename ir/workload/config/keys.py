@@ -21,6 +21,7 @@ class ModelKeyType(StrEnum):
     SIZE_OR_NULL = "a positive integer or null"
     COUNT_OR_NULL = "an integer, 0 or more, or null"  # 0 is null, which a job's TOML cannot say
     WORD_OR_NULL = "a token's id or null"
+    INDEX = "an integer, 0 or more, or -1 for the last"
     RATIO = "a number above 0"
     WEIGHT = "a number, 0 or more"
     CHANCE = "a number from 0 to below 1"
@@ -48,6 +49,7 @@ _HELD: Mapping[ModelKeyType, Any] = {
     ModelKeyType.SIZE_OR_NULL: _Size | None,
     ModelKeyType.COUNT_OR_NULL: _Count | None,
     ModelKeyType.WORD_OR_NULL: Annotated[int, Meta(gt=-_MOST, lt=_MOST)] | None,
+    ModelKeyType.INDEX: Annotated[int, Meta(ge=-1, lt=_MOST)],
     ModelKeyType.RATIO: _Ratio,
     ModelKeyType.WEIGHT: Annotated[float, Meta(ge=0, lt=_MOST)],
     ModelKeyType.CHANCE: Annotated[float, Meta(ge=0, lt=1)],

@@ -21,21 +21,30 @@ _PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern")
 def blocks(v: ModelValues) -> tuple[str, ...]:
     """The one thing that each layer is, where a pattern says it (`M-M*`) or a list, or a class has its own; else ().
 
-    Raises PiperError (model): a sign or a name that is none of them; a number of layers that is another.
+    Raises PiperError (model): a sign or a name that is none of them; a number of layers that is another; two keys that
+    differ.
     """
-    key = next((k for k in (*_PATTERNS, "layers_block_type") if k in v.table and v.get(k)), None)
-    if key is None:
+    said = [k for k in (*_PATTERNS, "layers_block_type") if k in v.table and v.get(k)]
+    own = [k for k in said if k in v.inline] or said
+    if not own:
         return _DEFAULT if "layers_block_type" in v.table else ()
+    kinds, *others = (_spelled(v, k) for k in own)
+    if any(other != kinds for other in others):
+        v.refuse(own[-1], f"{own[-1]!r} and {own[0]!r} are one key with two values", fix=f"keep {own[-1]}")
+    if (deep := v.size_or("num_hidden_layers", len(kinds))) != len(kinds):
+        allowed = f"{deep} of {' '.join(SIGNS)}"
+        v.refuse(own[0], f"{len(kinds)} layers, and num_hidden_layers = {deep}", allowed=allowed)
+    return kinds
+
+
+def _spelled(v: ModelValues, key: str) -> tuple[str, ...]:
+    """The kinds that one key says."""
     given = v.get(key)
     assert isinstance(given, (str, list, tuple))
     known = SIGNS if isinstance(given, str) else {name: name for name in SIGNS.values()} | _OLD
     if odd := [x for x in given if x not in known]:
         v.refuse(key, f"{odd[0]!r} is no kind of layer that is built", allowed=" ".join(known))
-    out = tuple(known[x] for x in given)
-    if "num_hidden_layers" in v.given and v.size("num_hidden_layers") != len(out):
-        said = v.size("num_hidden_layers")
-        v.refuse(key, f"{len(out)} layers, and num_hidden_layers = {said}", allowed=f"{said} of {' '.join(known)}")
-    return out
+    return tuple(known[x] for x in given)
 
 
 def pattern_of(config: ModelConfig) -> str:
@@ -72,7 +81,7 @@ def read_mixer(v: ModelValues, row: Row, said: Row, layers: int) -> LayerMixer |
     Raises PiperError (model): heads that groups do not divide; layers that are not built.
     """
     kinds = blocks(v) if said["by"] == "blocks" else _kinds(v, str(said["by"]), layers)
-    if RECURRENT not in kinds and not {MLP, EXPERTS} & set(kinds):
+    if RECURRENT not in kinds and (said["by"] != "blocks" or not kinds):
         return None
     own = {k: x for k, x in said.items() if k in _FIELDS}
     own["heads"] = said.get("heads") or said["expand"] * said["hidden"] // said["head_dim"]

@@ -140,8 +140,8 @@ class _Reader:
         original = int(self.number("original_max_position_embeddings", self.v.size("max_position_embeddings")))
         if kind is AttentionRopeScalingKind.LLAMA3:
             slow, fast = self.number("low_freq_factor"), self.number("high_freq_factor")
-            if fast <= slow:
-                self.refuse("high_freq_factor", f"{fast} is not above low_freq_factor = {slow}")
+            if fast < slow:  # equal, as Llama 4 Scout has them: no angle is mixed
+                self.refuse("high_freq_factor", f"{fast} is below low_freq_factor = {slow}")
             return AttentionRopeScaling(kind, factor, original, slow, fast)
         slow, fast = self.number("beta_slow", 1.0), self.number("beta_fast", 32.0)
         if fast < slow:

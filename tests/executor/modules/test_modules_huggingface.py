@@ -59,6 +59,7 @@ QWEN3 = {**small(raw_config("qwen3-8b")), "use_sliding_window": True, "sliding_w
 CASES: Mapping[str, Mapping[str, Any]] = {
     **_distinct(),
     "Llama-3.1": LLAMA31,
+    "Llama 4 Scout's angles": {**LLAMA31, "rope_scaling": {**LLAMA31["rope_scaling"], "high_freq_factor": 1.0}},
     "DeepSeek-V3's own file": V3,
     "Qwen3-30B-A3B's own file": small(models.QWEN3_30B),
     "theta in rope_parameters": small(raw_config("tiny-llama"), rope_theta=5e5, rope_parameters={"rope_theta": 5e5}),

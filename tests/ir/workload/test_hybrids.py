@@ -7,11 +7,13 @@ from ir.core.work import MessageKind
 from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.verify import check_plan
-from ir.workload import load_config, model_chunks
+from ir.workload import config_from, load_config, model_chunks
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
 from ir.workload.work import part_work
+from tests.ir.workload.models import refused, small
+from tests.ir.workload.test_families import TOKENS, counted, parameters, priced
 
 NANO, NEXT, MAMBA = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "mamba2-2.7b"
 SIZES = {"seq_len": 256, "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -108,6 +110,24 @@ def test_what_is_not_built_is_refused_by_its_key(inline: dict[str, object], key:
     with pytest.raises(PiperError) as e:
         load_config(NANO, inline)
     assert e.value.key == key and e.value.allowed
+
+
+def test_a_pattern_of_attention_alone_has_no_mlp() -> None:
+    raw = {**small("nemotron_h"), "hybrid_override_pattern": "****"}
+    hub, whole, _ = counted(raw, TOKENS)
+    config = config_from(raw, "small")
+    assert parameters(config) == sum(p.numel() for p in hub.parameters()) and priced(config, TOKENS)[0] == whole
+
+
+def test_layers_are_said_once_and_the_jobs_stand_before_the_files() -> None:
+    raw = small("nemotron_h")
+    kinds = ["mamba", "attention", "mamba", "attention"]
+    assert "one key with two values" in refused(raw | {"layers_block_type": kinds}).message
+    assert config_from(raw, "x", {"layers_block_type": kinds}) == config_from(
+        raw, "x", {"hybrid_override_pattern": "M*M*"}
+    )
+    assert config_from(raw | {"num_hidden_layers": None}, "x") == config_from(raw, "x")
+    assert refused(raw | {"moe_shared_expert_intermediate_size": 0}).key == "moe_shared_expert_intermediate_size"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev", "1f1b-overlap"])

@@ -269,3 +269,21 @@ def test_what_a_class_holds_and_does_not_apply_changes_nothing(model_type, key, 
 def test_gelu_is_gemmas_own_in_the_first_generation_alone():
     acts = [config_from(small(t) | {k: "gelu"}, "x").act for t, k in (("gemma", "hidden_act"), *GEMMAS)]
     assert acts == ["gelu_pytorch_tanh", "gelu", "gelu"]
+
+
+def test_experts_reach_to_the_last_layer_where_ernie_says_minus_one_or_nothing():
+    """ERNIE-4.5-21B-A3B's own file has -1, transformers' default."""
+    raw = {k: v for k, v in small("ernie4_5_moe").items() if k != "moe_layer_end_index"} | {"num_hidden_layers": 30}
+    assert (
+        config_from(raw, "x").moe.dense_layers
+        == {0}
+        == config_from(raw | {"moe_layer_end_index": -1}, "x").moe.dense_layers
+    )
+    assert config_from(raw | {"moe_layer_end_index": 27}, "x").moe.dense_layers == {0, 28, 29}
+    assert hub_config(raw).moe_layer_end_index == 29
+
+
+def test_megatrons_layers_have_to_be_said():
+    sizes = {"model_type": "megatron", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    for more in ({}, {"num_layers": None}, {"encoder_num_layers": 2}):
+        assert refused(sizes | {"max_position_embeddings": 8} | more).key == "num_hidden_layers"

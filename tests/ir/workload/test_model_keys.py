@@ -105,7 +105,7 @@ def test_other_kinds_of_scaling_are_refused_by_name(kind: object) -> None:
         ({"rope_type": "linear", "factor": "2"}, "factor"),
         ({"rope_type": "linear", "factor": 0}, "factor"),
         ({"rope_type": "linear", "factor": 2, "mscale_all_dim": 1.0}, "mscale_all_dim"),
-        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}, "high_freq_factor"),
+        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 3}, "high_freq_factor"),
         ({**YARN, "truncate": 1}, "truncate"),
         ({**YARN, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
         ({**YARN, "mscale": "1"}, "mscale"),
