@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ir.workload.config.families import Row, balance_of, check_groups, stored_format, worked
+from ir.workload.config.keys import ModelKeyType, fits
 from ir.workload.config.mixers import EXPERTS, blocks, read_mixer, without
 from ir.workload.config.recurrence import LayerMixer
 from ir.workload.config.rope import OF_ANY_KIND, TABLES, read_rope
@@ -115,6 +116,8 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
         case "every":
             pattern = said["every"]
             every = len(pattern) if isinstance(pattern, str) else pattern
+            if not every:
+                v.refuse(str(row["every"])[1:], "a pattern of no layers", allowed="a positive integer, or LLLG")
             slides = [bool((i + 1) % every) for i in range(n)]
         case "first":
             slides = [i >= v.size("max_window_layers") for i in range(n)]
@@ -147,7 +150,7 @@ def _pairs(v: ModelValues, layers: int) -> list[str]:
     assert isinstance(given, (list, tuple))
     pairs = [(given, 1)] if key == "attention_layers" else given
     try:
-        kinds = [str(kind) for group, times in pairs for _ in range(times) for kind in group]
+        kinds = [str(kind) for group, times in pairs for _ in range(min(times, layers + 1)) for kind in group]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != layers or set(kinds) - {"global", "local"}:
@@ -304,6 +307,8 @@ def _by_length(v: ModelValues) -> tuple[ModelValues, AttentionRopeScaling | None
                 f"{name}.{odd[0]}", f"rotary embeddings of type {kind!r} have no such key", allowed=", ".join(known)
             )
         factor = table.get("factor")
+        if factor is not None and not fits(ModelKeyType.RATIO, factor):
+            v.refuse(f"{name}.factor", f"{factor!r} is not {ModelKeyType.RATIO}", allowed=ModelKeyType.RATIO)
         plain = {k: x for k, x in table.items() if k in OF_ANY_KIND}
         scaling = AttentionRopeScaling(AttentionRopeScalingKind(kind), float(factor) if factor else 1.0)
         return replace(v, given={**v.given, name: plain}), scaling

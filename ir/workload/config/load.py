@@ -18,6 +18,7 @@ from ir.workload.config.values import ModelValues
 FORM = FileErrors("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json", finite=False)
 _MODELLED = replace(FORM, finite=True)  # Mamba's configs hold infinite limits, of which nothing is read
 _PRESETS = Path(__file__).parent / "presets"
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_num_layers")
 
 
 @cache
@@ -88,7 +89,7 @@ def config_from(
     _refuse_unknown(file, model_type, source, "")
     check_plain({k: v for k, v in file.items() if TYPES[model_type][k].is_read}, _MODELLED, source)
     _refuse_unknown(inline, model_type, source, "model.", beside)
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+    for name in _DEPTHS:
         deep = inline.get(name, file.get(name))
         if isinstance(deep, int) and deep > LAYERS:  # before anything counts them out one by one
             message, key = f"{deep} layers", f"model.{name}" if name in inline else name

@@ -287,3 +287,18 @@ def test_megatrons_layers_have_to_be_said():
     sizes = {"model_type": "megatron", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
     for more in ({}, {"num_layers": None}, {"encoder_num_layers": 2}):
         assert refused(sizes | {"max_position_embeddings": 8} | more).key == "num_hidden_layers"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value", "where"),
+    [
+        ("phi", "rope_scaling", {"rope_type": "dynamic", "factor": "x"}, "rope_scaling.factor"),
+        ("phi3", "rope_scaling", {"type": "longrope", "factor": 0}, "rope_scaling.factor"),
+        ("exaone4", "sliding_window_pattern", "", "sliding_window_pattern"),
+        ("t5", "num_decoder_layers", 10**14, "num_decoder_layers"),
+        ("gpt_neo", "attention_types", [[["global"], 10**14]], "attention_types"),
+    ],
+)
+def test_values_that_no_layers_come_of_are_refused_by_their_key(model_type, key, value, where):
+    raw = {k: v for k, v in small(model_type).items() if k not in ("attention_layers", "layer_types")}
+    assert refused(raw | {key: value}).key == where
