@@ -235,6 +235,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "parallel_attn": {"new_decoder_architecture": False},
     "sliding_window_pattern": {"layer_types": None},
     "layers_block_type": {"hybrid_override_pattern": None},
+    "attention_types": {"attention_layers": None},
     **{
         k: {"position_embedding_type": "rope"}
         for k in ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
