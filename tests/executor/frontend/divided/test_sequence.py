@@ -1,7 +1,8 @@
 """Modules whose tp ranks share tokens between the linears that they divide: equal to the whole, or refused."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,11 @@ class Net(nn.Module):
         return torch.tanh(self.head(x) / 4) * 4
 
 
+def _few(names: Iterable[str]) -> list[Any]:
+    """Every fourth; the others are slow."""
+    return [pytest.param(n, marks=pytest.mark.slow if k % 4 else ()) for k, n in enumerate(names)]
+
+
 def _grid(tp: int = 2, cp: int = 1, *more: Mapping[str, str]) -> Grid:
     plan = dict(PLAN)
     for one in more:
@@ -120,7 +126,7 @@ def _far_or_refused(*ops: tuple[Op, Inner], ids: Tensor = IDS, grid: Grid | None
         return 0.0
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", _few(OPS))
 def test_what_ranks_do_between_is_the_same(name: str) -> None:
     assert _far_or_refused((OPS[name], torch.tanh)) <= 1e-12
 
@@ -138,7 +144,7 @@ def _forward(op: Op) -> list[MessageKind]:
 GATHER, SCATTER = MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", _few(EACH))
 def test_what_treats_tokens_by_themselves_is_done_once(name: str) -> None:
     assert _forward(ALONE[name]) == [GATHER, SCATTER, GATHER]
 
@@ -148,8 +154,7 @@ def test_what_looks_at_other_tokens_is_done_by_every_rank_of_all() -> None:
     assert _forward(ALONE["causal"]) == [*[GATHER] * 4, SCATTER, GATHER]  # of queries, keys and values
 
 
-@pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("name", "flat"), [(n, k % 2 == 1) for k, n in enumerate(INSIDE)])
 def test_what_is_divided_sees_all_tokens(name: str, flat: bool) -> None:
     assert far_apart(lambda: Net((ALONE["positions"], INSIDE[name]), flat=flat), IDS, _grid()) <= 1e-12
 
