@@ -1,5 +1,6 @@
 """What bash makes of a script's branches, defaults and leftover arguments: bash itself is asked what it would run."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,14 @@ from tests.piper_sim.frameworks.test_import import TEXTS, imported, listed
 
 FORM = FileErrors("a launch", ErrorKind.JOB, "FILE")
 LAUNCH = "torchrun --nproc_per_node 8 pretrain_gpt.py {} --hidden-size 64 --num-attention-heads 8 --seq-length 64"
+
+
+def _shown(text: str, *, check: bool) -> list[str]:
+    """What bash gives `run`, where nothing is set."""
+    words = "run() { printf '%s\\n' \"$@\"; }\n"
+    path = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", words + text], capture_output=True, text=True, check=check, env=path)
+    return done.stdout.splitlines()
 
 
 def layers(tmp_path: Path, text: str) -> int:
@@ -142,10 +151,7 @@ READ = [  # lines parted by ~
 @pytest.mark.parametrize("script", READ)
 def test_words_are_those_of_bash(script: str) -> None:
     text = script.replace("~", "\n")
-    shown = subprocess.run(
-        ["bash", "-c", "run() { printf '%s\\n' \"$@\"; }\n" + text], capture_output=True, text=True, check=False
-    )
-    assert read_shell(text, FORM, "x.sh").command == ["run", *shown.stdout.splitlines()]
+    assert read_shell(text, FORM, "x.sh").command == ["run", *_shown(text, check=False)]
 
 
 def test_an_option_that_nobody_asks_for_leaves_what_was_there(tmp_path: Path) -> None:
@@ -200,7 +206,4 @@ SCRIPTS = st.lists(st.recursive(ASSIGNS, _nested, max_leaves=6), min_size=1, max
 @example("A=1;B=2\nC+=x")
 def test_variables_end_as_in_bash(script: str) -> None:
     text = f"A=\nB=\nC=\n{script}\n" + 'run "a=[$A]" "b=[$B]" "c=[$C]" --d'
-    shown = subprocess.run(
-        ["bash", "-c", "run() { printf '%s\\n' \"$@\"; }\n" + text], capture_output=True, text=True, check=True
-    )
-    assert read_shell(text, FORM, "x.sh").command == ["run", *shown.stdout.splitlines()]
+    assert read_shell(text, FORM, "x.sh").command == ["run", *_shown(text, check=True)]
