@@ -26,7 +26,8 @@ from executor.frontend.aten import FORMATS
 from executor.frontend.measure import PartMeasure, PassMeasure, survey, without_values
 from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
 from executor.modules.user.divided.linears import ModelShard
-from executor.modules.user.model import UserModel, load_callable
+from executor.modules.user.model import UserModel
+from executor.modules.user.reference import load_callable
 from executor.parallel.inline import MessageAxis, RankAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType, Kernel, KernelKind, Message

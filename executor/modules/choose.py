@@ -12,7 +12,8 @@ from executor.modules.hub_weights import HubCheckpoint, biases
 from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
 from executor.modules.user.divided.linears import ModelShard
-from executor.modules.user.model import UserModel, load_callable
+from executor.modules.user.model import UserModel
+from executor.modules.user.reference import load_callable
 from executor.parallel.expert_all_to_all import ExpertGroup
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide

@@ -6,29 +6,27 @@ the user's line.
 
 import inspect
 import linecache
-import operator
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
-from executor.modules.user.attention import flag_causal, widen_values
 from executor.modules.user.divided.linears import NONE, divided_modules, refuse_divided_reads, regions
 from executor.modules.user.divided.sequence import FIX, KEY, pairs_of, share_between, tokens_between
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
-from executor.modules.user.dropout import reseed
-from executor.modules.user.own_functions import call_functions, functions_kept
+from executor.modules.user.rewrites.attention import flag_causal, widen_values
+from executor.modules.user.rewrites.dropout import reseed
+from executor.modules.user.rewrites.own_functions import call_functions, functions_kept
+from executor.modules.user.rewrites.seams import pack_seams
 from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
 from executor.modules.user.writes import reaching, storages, written
 from executor.parallel.divided_reads import Places, places
@@ -38,7 +36,6 @@ from ir.core.errors import PiperError, job_error, nearest
 EXPERTS = "EP"
 NONE_CUT: Mapping[int, int] = {}
 ALONE = RankRegion()
-Shapes = tuple[tuple[int, ...], ...]
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
@@ -304,71 +301,3 @@ def _not_exported(module: nn.Module, error: Exception) -> PiperError:
     message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
     fix = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
     return model_error(message, fix, ALLOWED, "model.module")
-
-
-def pack(values: Sequence[Tensor], batch: tuple[int, int], width: int) -> Tensor:
-    """(sequences, tokens, width) that holds the values.
-
-    >>> a, b = torch.ones(1, 2, 3), torch.zeros(5)
-    >>> [t.tolist() for t in unpack(pack([a, b], (1, 2), 6), ((1, 2, 3), (5,)))] == [a.tolist(), b.tolist()]
-    True
-    """
-    flat = torch.cat([v.reshape(-1) for v in values])
-    return F.pad(flat, (0, prod(batch) * width - len(flat))).view(*batch, width)
-
-
-def unpack(packed: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
-    """The values that `pack` was given."""
-    sizes = [prod(s) for s in shapes]
-    parts = packed.reshape(-1).split([*sizes, packed.numel() - sum(sizes)])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=False))
-
-
-def pack_seams(module: nn.Module, graph: fx.Graph, at: At, batch: tuple[int, int]) -> None:
-    """Where several tensors cross a seam, or tensors of other shapes than elsewhere, let them cross as one.
-
-    Raises PiperError (model): one of them is not of floating point, or not of the format of the others.
-    """
-    chunks, again = chunk_of(graph, at), made_again(module, graph)
-    order = list(dict.fromkeys(chunks[n] for n in graph.nodes if n in chunks and n not in again))
-    rank = {name: i for i, name in enumerate(order)}
-    work = {n: rank[chunks[n]] for n in graph.nodes if n in chunks and n not in again}
-    seams = [_alive(work, i) for i in range(len(order) - 1)]
-    if groups := [n for alive in seams for n in alive if not isinstance(n.meta["val"], Tensor)]:
-        message = f"{groups[0].name} crosses a seam, which is several tensors that are made at once"
-        raise model_error(message, "call it in a module below the tag's", "single tensors", "model.module")
-    totals = [sum(n.meta["val"].numel() for n in alive) for alive in seams]
-    width = max((-(-total // prod(batch)) for total in totals), default=0)
-    kinds = {n.meta["val"].dtype for alive in seams for n in alive}
-    if all(len(alive) == 1 and alive[0].meta["val"].shape == (*batch, width) for alive in seams):
-        return
-    if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
-        named = {n.name: str(n.meta["val"].dtype) for alive in seams for n in alive}
-        message = f"what crosses seams is of several formats, or of integers: {named}"
-        raise model_error(message, "move the seam", "floating point, of one format", "model.module")
-    for node, name in chunks.items():  # a pack is to stand with its chunk, whatever made-again nodes stand around it
-        at[node] = ((SEAM, int(name[1:])),) if name[1:].isdigit() and node not in again else ()
-    for i in range(len(seams)):
-        _one(graph, at, work, i, batch, width)
-
-
-def _alive(work: Mapping[fx.Node, int], i: int) -> list[fx.Node]:
-    """What chunks up to i make, and later ones read."""
-    return [n for n, k in work.items() if k <= i and any(u.op == "output" or work.get(u, -1) > i for u in n.users)]
-
-
-def _one(graph: fx.Graph, at: At, work: dict[fx.Node, int], i: int, batch: tuple[int, int], width: int) -> None:
-    alive = _alive(work, i)
-    here, there = (next(n for n, k in work.items() if k == j) for j in (i, i + 1))
-    with graph.inserting_before(there):
-        packed = graph.call_function(pack, (alive, batch, width))
-        found = graph.call_function(unpack, (packed, tuple(tuple(n.meta["val"].shape) for n in alive)))
-        parts = [graph.call_function(operator.getitem, (found, k)) for k in range(len(alive))]
-    at[packed], work[packed] = at[here], i
-    for node in (found, *parts):
-        at[node], work[node] = at[there], i + 1
-    for value, part in zip(alive, parts, strict=True):
-        part.meta["val"] = value.meta["val"]
-        for user in list(value.users):
-            if user is not packed and (user.op == "output" or work.get(user, -1) > i):
-                user.replace_input_with(value, part)

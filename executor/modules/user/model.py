@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided.linears import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
-from executor.modules.user.own_functions import is_own
 from executor.modules.user.purity import (
     ChunkCall,
     built,
@@ -28,6 +26,7 @@ from executor.modules.user.purity import (
     unreached,
     without_values,
 )
+from executor.modules.user.rewrites.own_functions import is_own
 from executor.modules.user.routed import (
     SENT,
     ExpertChunk,
@@ -39,12 +38,10 @@ from executor.modules.user.routed import (
     mark_experts,
     refuse_unlike_experts,
 )
-from executor.modules.user.trainable import checked_module, refuse_training, unrepeatable
+from executor.modules.user.trainable import checked_module, refuse_hook, refuse_training, unrepeatable
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
-from ir.core.errors import ErrorKind, PiperError, nearest
-from ir.core.files import run_file
 from ir.graph import expert_rows
 
 MOST_PRODUCTS = 4 * 10**9  # of a forward that is tried with values: a second or so, on a core that others use
@@ -244,19 +241,10 @@ class UserModel:
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
         refuse_training(self.module, self._cut, self.live)
-        self._refuse_hooks()
-
-    def _refuse_hooks(self) -> None:
-        """A hook is called with the gradient of what a rank has: some of a tensor, or of what is added up to it."""
-        sizes = {"tp": self._region.tp.size, "cp": self._region.cp.size, "ep": self._ep}
-        params = dict(self.module.named_parameters())
+        sizes = {"tp": self._region.tp.size, "cp": self._region.cp.size}
         for name in self._hooked:
-            axes = [a for a, n in sizes.items() if n > 1 and (a != "ep" or id(params[name]) in self._stacked)]
-            if axes:
-                message = f"{name} has a hook of its gradient, of which each rank of {axes[0]} has a part"
-                raise model_error(
-                    message, f"{axes[0]} = 1, or leave it out", "hooks of whole gradients", "model.module"
-                )
+            ep = {"ep": self._ep} if id(self.module.get_parameter(name)) in self._stacked else {}
+            refuse_hook(name, sizes | ep)
 
     def refuse_impure(self, size: int, length: int) -> None:
         """Try forward, without values, on microbatches of `size` sequences of `length` tokens.
@@ -358,28 +346,3 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _code(chunk: nn.Module | None) -> str:
     """What a chunk calls, with its constants."""
     return str(chunk.graph) if isinstance(chunk, fx.GraphModule) else ""
-
-
-def load_callable(reference: str) -> object:
-    """The object that `path/file.py:name` refers to. Runs that file: only ever one the user named.
-
-    Raises PiperError (model): not `file.py:name`, or no such callable; (io): no such file.
-
-    >>> load_callable("nowhere.py:build")
-    Traceback (most recent call last):
-    ...
-    ir.core.errors.PiperError: nowhere.py: no such file
-    """
-    path, _, name = reference.rpartition(":")
-    file = Path(path)
-    if not path or not name:
-        raise PiperError(ErrorKind.MODEL, f"not a callable: {reference!r}", key="model.module", allowed="file.py:name")
-    if not file.is_file():
-        raise PiperError(ErrorKind.IO, "no such file", file=path)
-    with TRACING:  # packages that put another module in their own place are not to be imported by two threads at once
-        module = run_file(f"piper_user_{file.stem}", file)
-    if not callable(found := getattr(module, name, None)):
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        fix = nearest(name, known)
-        raise PiperError(ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=fix)
-    return found

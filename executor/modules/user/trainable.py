@@ -1,7 +1,7 @@
 """What of a user's module no plan could train exactly: refused before any rank starts."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
@@ -26,6 +26,15 @@ def checked_module(made: object) -> nn.Module:
             message = f"{name} makes sparse gradients, which no sum over microbatches here takes"
             raise model_error(message, "sparse = False", "dense gradients", "model.module")
     return made
+
+
+def refuse_hook(name: str, ranks: Mapping[str, int]) -> None:
+    """Raise PiperError (model) where several ranks have a parameter whose gradient has a hook, of some axis: each would
+    call it with what it has of that, or adds to it.
+    """
+    if axis := next((a for a, n in ranks.items() if n > 1), None):
+        message = f"{name} has a hook of its gradient, of which each rank of {axis} has a part"
+        raise model_error(message, f"{axis} = 1, or leave it out", "hooks of whole gradients", "model.module")
 
 
 def refuse_training(module: nn.Module, cut: ChunkedModel, live: bool) -> None:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from executor.modules.user.dropout import drop, stays
 from executor.modules.user.exported import export_cut
+from executor.modules.user.rewrites.dropout import drop, stays
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.program import RankPlan
 from ir.core.errors import PiperError

@@ -15,7 +15,8 @@ from executor.modules.attention.rope import TokenAngles, rotary, rotate
 from executor.modules.base import initial
 from executor.modules.decoder import DecoderModel
 from executor.modules.user.annotate import annotate, cut
-from executor.modules.user.model import UserModel, load_callable
+from executor.modules.user.model import UserModel
+from executor.modules.user.reference import load_callable
 from executor.parallel.shares import ParamShard, ShardCut
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor.modules.user.attention import ATTENTION, flag_causal, widen_values
+from executor.modules.user.rewrites.attention import ATTENTION, flag_causal, widen_values
 
 Mask = Callable[[Tensor], Tensor | None]
 LENGTH = 6
