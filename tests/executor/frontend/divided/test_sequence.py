@@ -1,8 +1,7 @@
 """Modules whose tp ranks share tokens between the linears that they divide: equal to the whole, or refused."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from ir.job import load_job
 from ir.job.build import prepare
 from tests.executor.frontend import class_runs as hub
 from tests.executor.frontend.divided.lockstep import Grid, far_apart
-from tests.executor.frontend.divided.token_ops import ACROSS, ALONE, HIDDEN, Layer, Op
+from tests.executor.frontend.divided.token_ops import ACROSS, ALONE, HIDDEN, Layer, Op, few
 from tests.executor.frontend.models import more_classes
 
 IDS = torch.arange(32).view(2, 16) * 7 % 16
@@ -104,11 +103,6 @@ class Net(nn.Module):
         return torch.tanh(self.head(x) / 4) * 4
 
 
-def _few(names: Iterable[str]) -> list[Any]:
-    """Every fourth; the others are slow."""
-    return [pytest.param(n, marks=pytest.mark.slow if k % 4 else ()) for k, n in enumerate(names)]
-
-
 def _grid(tp: int = 2, cp: int = 1, *more: Mapping[str, str]) -> Grid:
     plan = dict(PLAN)
     for one in more:
@@ -126,7 +120,7 @@ def _far_or_refused(*ops: tuple[Op, Inner], ids: Tensor = IDS, grid: Grid | None
         return 0.0
 
 
-@pytest.mark.parametrize("name", _few(OPS))
+@pytest.mark.parametrize("name", few(OPS))
 def test_what_ranks_do_between_is_the_same(name: str) -> None:
     assert _far_or_refused((OPS[name], torch.tanh)) <= 1e-12
 
@@ -144,7 +138,7 @@ def _forward(op: Op) -> list[MessageKind]:
 GATHER, SCATTER = MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER
 
 
-@pytest.mark.parametrize("name", _few(EACH))
+@pytest.mark.parametrize("name", few(EACH))
 def test_what_treats_tokens_by_themselves_is_done_once(name: str) -> None:
     assert _forward(ALONE[name]) == [GATHER, SCATTER, GATHER]
 

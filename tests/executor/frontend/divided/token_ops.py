@@ -1,13 +1,20 @@
 """What a layer may do with activations (sequences, tokens, features): each token by itself, or across tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 HIDDEN, HEADS, LONGEST = 8, 2, 64
 Op = Callable[[Tensor, nn.Module, Tensor], Tensor]  # (x, a layer with parameters, ids) → x
+
+
+def few(names: Iterable[str]) -> list[Any]:
+    """Every fourth; the others are slow."""
+    return [pytest.param(n, marks=pytest.mark.slow if k % 4 else ()) for k, n in enumerate(names)]
 
 
 class Layer(nn.Module):
