@@ -192,7 +192,6 @@ RUNS = [
     ("qwen3", _sets("parallel.cp=2", "parallel.cp_comm=all_to_all", schedule="dualpipe", pp=2)),
     ("mixtral", _sets("parallel.ep=2", "parallel.zero=2", "parallel.dp=2", pp=2, mbs=hub.MBS // 2)),
     ("qwen3_moe", _sets("parallel.ep=4", "parallel.dp=2", "schedule.recompute=full", mbs=hub.MBS // 2)),
-    ("deepseek_v3", _sets("parallel.ep=2")),
 ]  # fmt: skip
 
 
@@ -204,6 +203,12 @@ def test_a_class_whose_ranks_share_tokens_trains_as_by_plain_torch() -> None:
 @pytest.mark.parametrize(("name", "sets"), RUNS, ids=str)
 def test_classes_whose_ranks_share_tokens_train_as_by_plain_torch(name: str, sets: list[str]) -> None:
     assert 0.0 < hub.far(name, *sets) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [("gemma3", []), ("deepseek_v3", ["parallel.ep=2"])], ids=str)
+def test_what_adds_up_tokens_in_float32_does_so_in_another_order(name: str, more: list[str]) -> None:
+    assert 0.0 < hub.far(name, *_sets(*more)) <= 1e-5
 
 
 @pytest.mark.slow
