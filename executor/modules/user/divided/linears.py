@@ -209,7 +209,7 @@ def regions(
         for read in node.all_input_nodes:
             if read in alone:
                 (partly if node in apart else wholly if node not in alone else set()).update(alone[read])
-            elif node in apart and read not in apart and read not in again and _floating(read):
+            elif node in apart and read not in apart and read not in again and floating(read.meta.get("val")):
                 entry = entries.get((read, chunks[node]))
                 if entry is None:
                     dim, repeats, value = between.get(read, (-2, 1, read.meta.get("val")))
@@ -264,11 +264,11 @@ def along(function: Callable[[Tensor], Tensor], dim: int, repeats: int) -> Calla
     >>> along(lambda x: torch.cat((x, -x), -2), 0, 2)(torch.tensor([1, 2])).tolist()
     [1, -1, 2, -2]
     """
-    if repeats == 1 and dim == -2:
-        return function
 
     def along(x: Tensor) -> Tensor:
-        if repeats == 1 and dim == x.dim() - 2:
+        if x.is_complex():  # which no transport takes; a negative dim is that of what treats elements by themselves
+            return torch.view_as_complex(along(torch.view_as_real(x.resolve_conj())).contiguous())
+        if repeats == 1 and dim in (-2, x.dim() - 2):
             return function(x)
         tokens = x.movedim(dim, -1).unflatten(-1, (repeats, -1)).unsqueeze(-1)
         return function(tokens).squeeze(-1).flatten(-2).movedim(-1, dim)
@@ -306,9 +306,9 @@ def _held(root: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(root.get_submodule(path), name)
 
 
-def _floating(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.is_floating_point()
+def floating(value: object) -> bool:
+    """Whether it may have a gradient."""
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _unfinished(node: fx.Node) -> PiperError:

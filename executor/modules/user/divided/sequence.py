@@ -22,6 +22,7 @@ from executor.modules.user.divided.linears import (
     Between,
     along,
     apart_from,
+    floating,
     of_parameters_alone,
 )
 from executor.modules.user.divided.tokens import (
@@ -181,7 +182,7 @@ def _crossed(
     for node in root.graph.nodes:
         for read in node.all_input_nodes:
             value = read.meta.get("val")
-            counted = isinstance(value, Tensor) and not value.is_floating_point()
+            counted = isinstance(value, Tensor) and not floating(value)
             all_tokens = node in shared.full or node.op == "output" or (node in shared.apart and counted)
             if read in shared.own and all_tokens:
                 yield node, read, gathered if counted else whole

@@ -1,0 +1,86 @@
+"""What crosses between own tokens, all tokens, and what tp divides: equal to the whole, or refused by name."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.executor.frontend.divided.lockstep import Grid, far_apart
+
+HIDDEN, WORDS = 8, 16
+IDS = torch.arange(32).view(2, 16) * 7 % 16
+PLAN = {"layers.*.wide": "colwise", "layers.*.back": "rowwise"}
+Between = Callable[[Tensor], Tensor]
+Inside = Callable[[Tensor, Tensor], Tensor]  # (what tp divides, what entered) → what it divides
+
+
+class Layer(nn.Module):
+    """What is divided, and what stands behind it."""
+
+    def __init__(self, between: Between, inside: Inside) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.between, self.inside = between, inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residuals around both."""
+        y = self.norm(x)
+        x = x + self.back(self.inside(self.wide(y), y))
+        return x + self.between(torch.tanh(x))
+
+
+class Net(nn.Module):
+    """A layer between words. begin: what it adds to words, of a module of its own."""
+
+    def __init__(
+        self,
+        between: Between = torch.tanh,
+        inside: Inside = lambda z, y: torch.tanh(z),
+        **parts: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, HIDDEN), nn.Linear(HIDDEN, WORDS)
+        self.layers = nn.ModuleList([Layer(between, inside)])
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(ids)
+        if hasattr(self, "begin"):
+            x = x + self.begin(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def _far(build: Callable[[], nn.Module], sequence: bool = True, ids: Tensor = IDS, **more: str) -> float:
+    return far_apart(build, ids, Grid(2, 1, PLAN | more, sequence=sequence))
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+COMPLEX: Mapping[str, Between] = {
+    "running sum": lambda x: torch.view_as_real(_pairs(x).cumsum(1)).flatten(-2),
+    "of other tokens": lambda x: torch.view_as_real(_pairs(x) * _pairs(x).conj().roll(1, 1)).flatten(-2),
+    "of all, and a rank's": lambda x: (
+        (torch.fft.fft(x.cumsum(1)) * torch.view_as_complex(torch.stack([x, -x], -1))).real
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_have_gradients_too(name: str) -> None:
+    assert _far(lambda: Net(COMPLEX[name])) <= 1e-12
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_complex_numbers_enter(sequence: bool) -> None:
+    def turned(z: Tensor, y: Tensor) -> Tensor:
+        return (z * _pairs(y)[..., :1] + _pairs(y).sum().conj()).imag
+
+    assert _far(lambda: Net(inside=turned), sequence) <= 1e-12
