@@ -134,7 +134,7 @@ class TokenDims:
         known: Mapping[fx.Node, Shape] = {x: s for x in (node, *dims) if (s := shape_of(x)) is not None}
         # A rank's tokens are stretches of a sequence: a view that cuts each of these is none of them.
         at = split[0] if split else repeats_of(node, differ[0], dims, known, self.each * self.ranks)
-        if at is None:
+        if at is None or there[differ[0]] % (at * self.each * self.ranks):
             return MIXED
         self.found[node] = differ[0], at
         return ""

@@ -84,3 +84,13 @@ def test_complex_numbers_enter(sequence: bool) -> None:
         return (z * _pairs(y)[..., :1] + _pairs(y).sum().conj()).imag
 
     assert _far(lambda: Net(inside=turned), sequence) <= 1e-12
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (3, 4), (4, 4)], ids=str)
+def test_stretches_that_do_not_divide_are_not_left_so(shape: tuple[int, int]) -> None:
+    """Rows of all sequences, put in their order by an index: nothing says that tokens lie in one stretch behind it."""
+
+    def placed(z: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(z).flatten(0, 1)[torch.arange(z.shape[:2].numel()).view(z.shape[:2])]
+
+    assert _far(lambda: Net(inside=placed), ids=torch.arange(shape[0] * shape[1]).view(shape) % WORDS) <= 1e-12
