@@ -1,7 +1,8 @@
 """Writes in place in an exported graph: no edge says that who reads a tensor behind a write reads what was written."""
 
 import operator
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
@@ -28,6 +29,28 @@ def storages(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
         first = node.all_input_nodes[:1]
         base[node] = base[first[0]] if first and (aliases or node.target is operator.getitem) else node
     return base
+
+
+def times_written(nodes: Iterable[fx.Node]) -> dict[tuple[fx.Node, fx.Node], int]:
+    """Of each (reader, what it reads), how often that has been written before."""
+    nodes = list(nodes)
+    base, times = storages(nodes), Counter[fx.Node]()
+    out: dict[tuple[fx.Node, fx.Node], int] = {}
+    for node in nodes:
+        out |= {(node, read): times[base[read]] for read in node.all_input_nodes}
+        times.update(base[t] for t in written(node))
+    return out
+
+
+def written_otherwise(nodes: Iterable[fx.Node], kind: Callable[[fx.Node], object]) -> fx.Node | None:
+    """A write to what is read behind it as a value of another kind than the write's, who would not see it."""
+    nodes = list(nodes)
+    base, order = storages(nodes), {node: k for k, node in enumerate(nodes)}
+    for node, root in [(n, base[t]) for n in nodes for t in written(n)]:
+        unlike = (n for n, r in base.items() if r is root and kind(n) != kind(node))
+        if any(order[u] > order[node] for n in unlike for u in n.users):
+            return node
+    return None
 
 
 def made_of(ends: Iterable[fx.Node], ahead: Collection[fx.Node]) -> set[fx.Node]:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from executor.modules.parallel import enter, leave, whole
 from executor.modules.user.annotate import At, chunk_of
+from executor.modules.user.writes import times_written, written_otherwise
 from executor.parallel.divided_reads import Places, divided_read, module_of
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
@@ -195,10 +196,12 @@ def regions(
     """
     graph = root.graph
     apart, alone = apart_from(root, cut), of_parameters_alone(root, again)
-    chunks = chunk_of(graph, at)
+    chunks, times = chunk_of(graph, at), times_written(graph.nodes)
+    if (away := written_otherwise(graph.nodes, apart.__contains__)) is not None:
+        raise _unseen(away)
     partly, wholly = set[int](), set[int]()
     everywhere = replace(region, sequence=False)  # the same where all ranks have all tokens
-    entries: dict[tuple[fx.Node, str], fx.Node] = {}
+    entries: dict[tuple[fx.Node, str, int], fx.Node] = {}
     for node in list(graph.nodes):
         beyond = [u for u in node.users if u.op == "output" or chunks[u] != chunks.get(node, chunks[u])]
         ends = node.target in ENDS
@@ -210,14 +213,14 @@ def regions(
             if read in alone:
                 (partly if node in apart else wholly if node not in alone else set()).update(alone[read])
             elif node in apart and read not in apart and read not in again and floating(read.meta.get("val")):
-                entry = entries.get((read, chunks[node]))
+                entry = entries.get(key := (read, chunks[node], times[node, read]))
                 if entry is None:
                     dim, repeats, value = between.get(read, (-2, 1, read.meta.get("val")))
                     here = region if read in between else everywhere
                     with graph.inserting_before(node):
                         entry = graph.call_function(along(_bound(enter, here), dim, repeats), (read,))
                     entry.meta, at[entry] = {**read.meta, "val": value}, at[node]
-                    entries[read, chunks[node]] = entry
+                    entries[key] = entry
                 node.replace_input_with(read, entry)
     for node in graph.nodes:
         if node.target in ENDS:
@@ -315,6 +318,11 @@ def _unfinished(node: fx.Node) -> PiperError:
     message = f"{_where(node)}, is divided over tp where nothing sums it, or not where it is summed"
     fix = "each colwise linear's output ends in a rowwise one"
     return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=ALLOWED, suggestion=fix)
+
+
+def _unseen(node: fx.Node) -> PiperError:
+    message = f"{_where(node)}, writes in place what is read behind it, inside of what tp divides or outside"
+    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", suggestion="make a new tensor instead")
 
 
 def _where(node: fx.Node) -> str:

@@ -35,7 +35,7 @@ from executor.modules.user.divided.tokens import (
     with_sizes,
 )
 from executor.modules.user.routed import MARK
-from executor.modules.user.writes import storages, written
+from executor.modules.user.writes import storages, times_written, written, written_otherwise
 from executor.parallel.divided_reads import ShardMismatch, shape_of
 from executor.parallel.inline import RankRegion
 from executor.parallel.token_reads import ATTENTION, OTHERWISE, TokenDims
@@ -143,7 +143,8 @@ class SharedTokens:
             for t in written(n):
                 if any((n in kind) != (base[t] in kind) for kind in (self.own, self.full, self.apart)):
                     return ShardMismatch(n, AWAY)
-        return None
+        away = written_otherwise(graph.nodes, lambda n: [n in kind for kind in (self.own, self.full, self.apart)])
+        return None if away is None else ShardMismatch(away, AWAY)
 
 
 def share_between(
@@ -213,10 +214,10 @@ def _cross(
     region: RankRegion,
 ) -> None:
     """Put what has been found to stand between a value and its reader there, once for the readers of a chunk."""
-    chunks, made = chunk_of(graph, at), dict[tuple[fx.Node, str, str], fx.Node]()
+    chunks, made, times = chunk_of(graph, at), dict[tuple[object, ...], fx.Node](), times_written(graph.nodes)
     for node, read, move in edges:
         chunk = chunks.get(node) or chunks[read]
-        key = (read, chunk, move.__name__)
+        key = (read, chunk, move.__name__, times[node, read])
         if key not in made:
             dim, repeats = (-2, 1) if move is of_every_rank else shared.dims.found[read]
             with graph.inserting_before(node):

@@ -22,7 +22,7 @@ class Meeting:
 
     def every(self, index: int, x: Tensor) -> list[Tensor]:
         """Of all ranks, in their order."""
-        self.left[index] = x
+        self.left[index] = x.detach().clone()  # who has left may write it
         self.barrier.wait()
         found = list(self.left)
         self.barrier.wait()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ir.core.errors import PiperError
 from tests.executor.frontend.divided.lockstep import Grid, far_apart
 
 HIDDEN, WORDS = 8, 16
@@ -94,3 +95,59 @@ def test_stretches_that_do_not_divide_are_not_left_so(shape: tuple[int, int]) ->
         return torch.tanh(z).flatten(0, 1)[torch.arange(z.shape[:2].numel()).view(z.shape[:2])]
 
     assert _far(lambda: Net(inside=placed), ids=torch.arange(shape[0] * shape[1]).view(shape) % WORDS) <= 1e-12
+
+
+def _written_behind(x: Tensor) -> Tensor:
+    y = x * 2
+    part = y[..., :4]
+    before = part.cumsum(1)
+    y.mul_(2)
+    return torch.cat([before, part.cumsum(1)], -1)
+
+
+def _viewed_before(x: Tensor) -> Tensor:
+    y = x * 2
+    others = y[:, 1:]
+    y.mul_(2)
+    return nn.functional.pad(others, (0, 0, 1, 0))
+
+
+def _entered_twice(z: Tensor, y: Tensor) -> Tensor:
+    t = y * 1.5
+    part = t[..., :1]
+    z = z + part
+    t.mul_(2)
+    return torch.tanh(z + part)
+
+
+def _expanded_before(z: Tensor, y: Tensor) -> Tensor:
+    t = y * 1.5
+    part = t[..., :1].expand_as(z)
+    t.mul_(2)
+    return torch.tanh(z + part)
+
+
+def _filled(z: Tensor, y: Tensor) -> Tensor:
+    t = y.new_zeros(z.shape)
+    t[:, 1:] = torch.tanh(z[:, :-1])
+    return t
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_written_between_two_readers_crosses_again(sequence: bool) -> None:
+    assert _far(lambda: Net(_written_behind, _entered_twice), sequence) <= 1e-12
+
+
+UNSEEN = [
+    (True, {"between": _viewed_before}),
+    (True, {"inside": _expanded_before}),
+    (False, {"inside": _expanded_before}),
+    (True, {"inside": _filled}),
+    (False, {"inside": _filled}),
+]
+
+
+@pytest.mark.parametrize(("sequence", "parts"), UNSEEN, ids=str)
+def test_writes_that_another_kind_of_value_would_not_show_are_refused(sequence: bool, parts: dict[str, Inside]) -> None:
+    with pytest.raises(PiperError, match=r"is written where ranks have other|writes in place what is read behind it"):
+        _far(lambda: Net(**parts), sequence)
