@@ -207,6 +207,8 @@ def regions(
         ends = node.target in ENDS
         if (node in apart and beyond) or (ends and node.args[0] not in apart):
             raise _unfinished(node)
+        if ends and node in alone:  # what each rank reads of it would be a part of its gradient
+            raise _of_no_tokens(node)
         if ends:
             continue
         for read in node.all_input_nodes:
@@ -318,6 +320,11 @@ def _unfinished(node: fx.Node) -> PiperError:
     message = f"{_where(node)}, is divided over tp where nothing sums it, or not where it is summed"
     fix = "each colwise linear's output ends in a rowwise one"
     return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=ALLOWED, suggestion=fix)
+
+
+def _of_no_tokens(node: fx.Node) -> PiperError:
+    message = f"{_where(node)}, is divided over tp, and is made of parameters alone: of no tokens"
+    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", suggestion="leave it out")
 
 
 def _unseen(node: fx.Node) -> PiperError:

@@ -151,3 +151,34 @@ UNSEEN = [
 def test_writes_that_another_kind_of_value_would_not_show_are_refused(sequence: bool, parts: dict[str, Inside]) -> None:
     with pytest.raises(PiperError, match=r"is written where ranks have other|writes in place what is read behind it"):
         _far(lambda: Net(**parts), sequence)
+
+
+class Places(nn.Module):
+    """Of each position, by two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, at: Tensor) -> Tensor:
+        """(tokens,) → (tokens, features)."""
+        y: Tensor = self.down(torch.tanh(self.up(at.unsqueeze(-1).to(self.up.weight.dtype))))
+        return y
+
+
+OF_NO_TOKENS: list[tuple[Callable[[], nn.Module], dict[str, str]]] = [
+    (lambda: nn.Embedding(64, HIDDEN), {"begin": "embedding_rowwise"}),
+    (Places, {"begin.up": "colwise", "begin.down": "rowwise"}),
+    (Places, {"begin.down": "colwise_gather_output"}),
+]
+
+
+@pytest.mark.parametrize(("begin", "plan"), OF_NO_TOKENS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_made_of_parameters_alone_is_not_divided(
+    begin: Callable[[], nn.Module], plan: dict[str, str], sequence: bool
+) -> None:
+    with pytest.raises(PiperError, match="is made of parameters alone: of no tokens") as refused:
+        _far(lambda: Net(begin=begin()), sequence, **plan)
+    assert (refused.value.key, refused.value.suggestion) == ("model.tp_plan", "leave it out")
+    assert _far(lambda: Net(begin=begin()), sequence) <= 1e-12
