@@ -182,3 +182,21 @@ def test_what_is_made_of_parameters_alone_is_not_divided(
         _far(lambda: Net(begin=begin()), sequence, **plan)
     assert (refused.value.key, refused.value.suggestion) == ("model.tp_plan", "leave it out")
     assert _far(lambda: Net(begin=begin()), sequence) <= 1e-12
+
+
+class Counted(Net):
+    """Words whose gradients go by how often they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, HIDDEN, scale_grad_by_freq=True)
+
+
+def test_gradients_by_the_number_of_words_are_of_all_tokens() -> None:
+    ids = IDS.clone()
+    ids[:, :9] = 1
+    assert _far(Counted, ids=ids) <= 1e-12
+    with pytest.raises(PiperError, match="embed is a Embedding, which embedding_rowwise does not divide"):
+        _far(Counted, embed="embedding_rowwise")
+    with pytest.raises(PiperError, match="reads along the tokens of a sequence, of which a rank has some"):
+        far_apart(Counted, ids, Grid(1, 2))
