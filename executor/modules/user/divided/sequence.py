@@ -224,7 +224,9 @@ def _cross(
                 made[key] = graph.call_function(along(_bound(move, region), dim, repeats), (read,))
             at[made[key]] = at[node if node.op != "output" else read]
             value = found[read][2] if read in found else read.meta["val"]
-            made[key].meta = {**read.meta, "val": value if move in (whole, gathered, of_every_rank) else None}
+            if move in (own, stretched):
+                value = value.narrow(dim, 0, value.shape[dim] // region.tp.size)
+            made[key].meta = {**read.meta, "val": value}
         node.replace_input_with(read, made[key])
 
 

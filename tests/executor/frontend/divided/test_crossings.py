@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from executor.modules.user.divided.linears import ModelShard
+from executor.modules.user.model import UserModel
+from executor.parallel.inline import MessageAxis, RankRegion
 from ir.core.errors import PiperError
 from tests.executor.frontend.divided.lockstep import Grid, far_apart
 
@@ -200,3 +203,49 @@ def test_gradients_by_the_number_of_words_are_of_all_tokens() -> None:
         _far(Counted, embed="embedding_rowwise")
     with pytest.raises(PiperError, match="reads along the tokens of a sequence, of which a rank has some"):
         far_apart(Counted, ids, Grid(1, 2))
+
+
+class Experts(nn.Module):
+    """Each a product with its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """All of them of all rows."""
+        chosen = [(weights * (index == k)).sum(-1, keepdim=True) * (x @ w) for k, w in enumerate(self.weight)]
+        return torch.stack(chosen).sum(0)
+
+    def grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Of rows sorted by expert."""
+        return torch.cat([x @ w for x, w in zip(rows.split(counts), self.weight, strict=True)])
+
+
+class Routed(Layer):
+    """Experts of each token, which the mean over all tokens helps to choose."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh, lambda z, y: torch.tanh(z))
+        self.router, self.experts = nn.Linear(HIDDEN, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residuals around all three."""
+        x = super().forward(x)
+        rows = x.view(-1, HIDDEN)
+        scores = self.router(rows)
+        weights, index = (scores - scores.mean(0)).softmax(-1).topk(2, -1)
+        y: Tensor = self.experts(rows, index, weights).view(x.shape)
+        return x + y
+
+
+def test_experts_that_all_tokens_choose_are_sent_a_rank_s_own() -> None:
+    def build() -> nn.Module:
+        net = Net()
+        net.layers = nn.ModuleList([Routed()])
+        return net
+
+    shard = ModelShard(RankRegion(MessageAxis(2, "tp"), sequence=True), PLAN, ep=2)
+    model = UserModel(build, tags={"PP": "layers.*", "EP": "layers.*.experts"}, batch=(2, 16), shard=shard)
+    found = model.routed["l0"].router.graph.find_nodes(op="output")[0].args[0]
+    assert [tuple(n.meta["val"].shape) for n in found[:3]] == [(16, HIDDEN), (16, 2), (16, 2)]
