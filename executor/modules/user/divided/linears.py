@@ -239,7 +239,8 @@ def regions(
 def divided_modules(module: nn.Module) -> frozenset[str]:
     """Paths of the divided modules whose forward is another than the whole module's."""
     own = (_row_parallel, _gathered, _words)
-    return frozenset(n for n, part in module.named_modules() if getattr(vars(part).get("forward"), "func", None) in own)
+    every = module.named_modules(remove_duplicate=False)  # under whichever of its paths it is called
+    return frozenset(n for n, part in every if getattr(vars(part).get("forward"), "func", None) in own)
 
 
 def refuse_divided_reads(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> None:

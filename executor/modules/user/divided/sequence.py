@@ -62,16 +62,11 @@ def pairs_of(root: fx.GraphModule, few: fx.Graph) -> dict[fx.Node, fx.Node]:
     """
     nodes, others = of_tokens(root.graph), of_tokens(few)
     for node, other in zip(nodes, others, strict=False):
-        if node.op != other.op or (node.op == "call_function" and _name(node) != _name(other)):
+        if node.op != other.op or (node.op == "call_function" and node.target != other.target):
             raise refused(ShardMismatch(node, OTHERWISE), KEY, FIX)
     if len(nodes) != len(others):
         raise refused(ShardMismatch(nodes[-1], OTHERWISE), KEY, FIX)
     return dict(zip(nodes, others, strict=True))
-
-
-def _name(node: fx.Node) -> str:
-    """What a node calls; a user's function is another object for each graph."""
-    return str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", "")
 
 
 @dataclass
@@ -110,8 +105,6 @@ class SharedTokens:
             self._place(node)
             return self.dims.found.get(node, (-1,))[0] == len(shape_of(node) or ()) - 2
         placed = all(x in self.dims.found for x in reads if x in self.full)
-        if placed and node.target != short.target:
-            return False  # a user's function: nothing is known of it
         if placed and not self.dims.follow(node, short):
             return True
         for x in node.all_input_nodes:

@@ -150,7 +150,7 @@ UNSEEN = [
 ]
 
 
-@pytest.mark.parametrize(("sequence", "parts"), UNSEEN, ids=str)
+@pytest.mark.parametrize(("sequence", "parts"), UNSEEN)
 def test_writes_that_another_kind_of_value_would_not_show_are_refused(sequence: bool, parts: dict[str, Inside]) -> None:
     with pytest.raises(PiperError, match=r"is written where ranks have other|writes in place what is read behind it"):
         _far(lambda: Net(**parts), sequence)
@@ -199,7 +199,9 @@ def test_gradients_by_the_number_of_words_are_of_all_tokens() -> None:
     ids = IDS.clone()
     ids[:, :9] = 1
     assert _far(Counted, ids=ids) <= 1e-12
-    with pytest.raises(PiperError, match="embed is a Embedding, which embedding_rowwise does not divide"):
+    with pytest.raises(
+        PiperError, match=r"embed is a Embedding that counts words .*, which embedding_rowwise does not divide"
+    ):
         _far(Counted, embed="embedding_rowwise")
     with pytest.raises(PiperError, match="reads along the tokens of a sequence, of which a rank has some"):
         far_apart(Counted, ids, Grid(1, 2))
@@ -249,3 +251,21 @@ def test_experts_that_all_tokens_choose_are_sent_a_rank_s_own() -> None:
     model = UserModel(build, tags={"PP": "layers.*", "EP": "layers.*.experts"}, batch=(2, 16), shard=shard)
     found = model.routed["l0"].router.graph.find_nodes(op="output")[0].args[0]
     assert [tuple(n.meta["val"].shape) for n in found[:3]] == [(16, HIDDEN), (16, 2), (16, 2)]
+
+
+class Twice(Net):
+    """Its layer has another name, too, by which it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = self.layers
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        y: Tensor = self.head(self.same[0](self.layers[0](self.embed(ids))))
+        return y
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_divided_module_may_have_two_names(sequence: bool) -> None:
+    assert _far(Twice, sequence) <= 1e-12
