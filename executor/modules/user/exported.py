@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
-from executor.modules.user.divided.linears import NONE, divided_modules, refuse_divided_reads, regions
+from executor.modules.user.divided.linears import divided_modules
+from executor.modules.user.divided.regions import NONE, refuse_divided_reads, regions
 from executor.modules.user.divided.sequence import FIX, KEY, pairs_of, share_between, tokens_between
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
 from executor.modules.user.rewrites.attention import flag_causal, widen_values

@@ -15,16 +15,8 @@ from torch import Tensor, fx
 
 from executor.modules.parallel import across, gather_tokens, own, whole
 from executor.modules.user.annotate import At, chunk_of
-from executor.modules.user.divided.linears import (
-    ENDS,
-    FEATURES,
-    LEAVE,
-    Between,
-    along,
-    apart_from,
-    floating,
-    of_parameters_alone,
-)
+from executor.modules.user.divided.linears import ENDS, FEATURES, LEAVE
+from executor.modules.user.divided.regions import Between, along, apart_from, floating, of_parameters_alone
 from executor.modules.user.divided.tokens import (
     CHECKS,
     MADE,

@@ -1,0 +1,178 @@
+"""Where a user's exported graph is divided over tp, and what crosses into that and out of it.
+
+A value is *apart* where it is made of a cut parameter and nothing has summed or gathered it since. What all ranks have,
+and a rank reads into what is apart, enters there: its gradient is a sum over ranks. Of a parameter that does so (a norm
+of each head) every rank has a part of the gradient.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from executor.modules.parallel import enter, whole
+from executor.modules.user.annotate import At, chunk_of
+from executor.modules.user.divided.linears import ALLOWED, ENDS
+from executor.modules.user.writes import times_written, written_otherwise
+from executor.parallel.divided_reads import Places, divided_read, module_of
+from executor.parallel.inline import RankRegion
+from ir.core.errors import ErrorKind, PiperError
+
+# Of values that a rank has of its tokens alone: along which dim these lie, in how many stretches, and the whole value.
+Between = Mapping[fx.Node, tuple[int, int, Tensor]]
+NONE: Between = {}
+
+
+def regions(
+    root: fx.GraphModule,
+    at: At,
+    again: Collection[fx.Node],
+    cut: Collection[int],
+    region: RankRegion,
+    between: Between = NONE,
+) -> frozenset[int]:
+    """Put entries where values that all ranks have are read into what is apart, and make its ends this rank's.
+
+    at: the scopes of nodes, added to. again: what depends on no parameter and no activation. cut: parameters, by id.
+    between: of what a rank has for its own tokens, with sequence parallelism. Returns the parameters of whose gradient
+    each rank has a part, by id.
+
+    Raises PiperError (model): something apart is left so where a layer or the model ends, or is ended twice.
+    """
+    graph = root.graph
+    apart, alone = apart_from(root, cut), of_parameters_alone(root, again)
+    chunks, times = chunk_of(graph, at), times_written(graph.nodes)
+    if (away := written_otherwise(graph.nodes, apart.__contains__)) is not None:
+        raise _unseen(away)
+    partly, wholly = set[int](), set[int]()
+    everywhere = replace(region, sequence=False)  # the same where all ranks have all tokens
+    entries: dict[tuple[fx.Node, str, int], fx.Node] = {}
+    for node in list(graph.nodes):
+        beyond = [u for u in node.users if u.op == "output" or chunks[u] != chunks.get(node, chunks[u])]
+        ends = node.target in ENDS
+        if (node in apart and beyond) or (ends and node.args[0] not in apart):
+            raise _unfinished(node)
+        if ends and node in alone:  # what each rank reads of it would be a part of its gradient
+            raise _of_no_tokens(node)
+        if ends:
+            continue
+        for read in node.all_input_nodes:
+            if read in alone:
+                (partly if node in apart else wholly if node not in alone else set()).update(alone[read])
+            elif node in apart and read not in apart and read not in again and floating(read.meta.get("val")):
+                entry = entries.get(key := (read, chunks[node], times[node, read]))
+                if entry is None:
+                    dim, repeats, value = between.get(read, (-2, 1, read.meta.get("val")))
+                    here = region if read in between else everywhere
+                    with graph.inserting_before(node):
+                        entry = graph.call_function(along(_bound(enter, here), dim, repeats), (read,))
+                    entry.meta, at[entry] = {**read.meta, "val": value}, at[node]
+                    entries[key] = entry
+                node.replace_input_with(read, entry)
+    for node in graph.nodes:
+        if node.target in ENDS:
+            dim, repeats, _ = between.get(node, (-2, 1, None))
+            here = region if node in between else everywhere
+            node.target, node.args = along(_bound(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
+    if (both := partly & wholly) and not region.sequence:
+        named = next(n for n, p in root.named_parameters() if id(p) in both)
+        message = f"{named} is read inside and outside of what tp divides"
+        raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed="one of them")
+    return frozenset(partly - {*cut})
+
+
+def refuse_divided_reads(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> None:
+    """whole: what the module computes undivided. Raises PiperError (model): something else than a part of that."""
+    wrong = divided_read(root.graph, whole, apart)
+    if wrong is not None:
+        message, allowed = f"{_where(wrong.node)}, {wrong.why}", "ops of each feature; view(…, -1, head_dim)"
+        fix = '"colwise_gather_output" for the linear before it'
+        raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
+
+
+def _features(x: Tensor, region: RankRegion) -> Tensor:
+    return whole(x.unsqueeze(-1), region).squeeze(-1)
+
+
+def _bound(function: Callable[[Tensor, RankRegion], Tensor], region: RankRegion) -> Callable[[Tensor], Tensor]:
+    def bound(x: Tensor) -> Tensor:
+        return function(x, region)
+
+    bound.__name__ = function.__name__
+    return bound
+
+
+def along(function: Callable[[Tensor], Tensor], dim: int, repeats: int) -> Callable[[Tensor], Tensor]:
+    """The same of tokens that lie along another dim than the last but one, or in several stretches of it.
+
+    >>> along(lambda x: torch.cat((x, -x), -2), 0, 2)(torch.tensor([1, 2])).tolist()
+    [1, -1, 2, -2]
+    """
+
+    def along(x: Tensor) -> Tensor:
+        if x.is_complex():  # which no transport takes; a negative dim is that of what treats elements by themselves
+            return torch.view_as_complex(along(torch.view_as_real(x.resolve_conj())).contiguous())
+        if repeats == 1 and dim in (-2, x.dim() - 2):
+            return function(x)
+        tokens = x.movedim(dim, -1).unflatten(-1, (repeats, -1)).unsqueeze(-1)
+        return function(tokens).squeeze(-1).flatten(-2).movedim(-1, dim)
+
+    along.__name__ = function.__name__
+    return along
+
+
+def apart_from(root: fx.GraphModule, cut: Collection[int]) -> set[fx.Node]:
+    """What is made of these parameters, by id, and neither summed nor gathered since."""
+    out: set[fx.Node] = set()
+    for node in root.graph.nodes:
+        held = node.op == "get_attr" and id(_held(root, node)) in cut
+        if held or (node.op != "output" and node.target not in ENDS and any(i in out for i in node.all_input_nodes)):
+            out.add(node)
+    return out
+
+
+def of_parameters_alone(root: fx.GraphModule, again: Collection[fx.Node]) -> dict[fx.Node, frozenset[int]]:
+    """Parameters and what is made of them and of constants only, with the parameters each is made of."""
+    out: dict[fx.Node, frozenset[int]] = {}
+    tokens: set[fx.Node] = set()
+    for node in root.graph.nodes:
+        if node.op == "placeholder" or any(i in tokens for i in node.all_input_nodes):
+            tokens.add(node)
+        elif node.op == "get_attr" and node not in again:
+            out[node] = frozenset([id(_held(root, node))])
+        elif any(i in out for i in node.all_input_nodes) and all(i in out or i in again for i in node.all_input_nodes):
+            out[node] = frozenset[int]().union(*(out.get(i, frozenset()) for i in node.all_input_nodes))
+    return out
+
+
+def _held(root: fx.GraphModule, node: fx.Node) -> Any:
+    path, _, name = str(node.target).rpartition(".")
+    return getattr(root.get_submodule(path), name)
+
+
+def floating(value: object) -> bool:
+    """Whether it may have a gradient."""
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+
+
+def _unfinished(node: fx.Node) -> PiperError:
+    message = f"{_where(node)}, is divided over tp where nothing sums it, or not where it is summed"
+    fix = "each colwise linear's output ends in a rowwise one"
+    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=ALLOWED, suggestion=fix)
+
+
+def _of_no_tokens(node: fx.Node) -> PiperError:
+    message = f"{_where(node)}, is divided over tp, and is made of parameters alone: of no tokens"
+    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", suggestion="leave it out")
+
+
+def _unseen(node: fx.Node) -> PiperError:
+    message = f"{_where(node)}, writes in place what is read behind it, inside of what tp divides or outside"
+    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", suggestion="make a new tensor instead")
+
+
+def _where(node: fx.Node) -> str:
+    """Where a user finds a node."""
+    return f"{node.name}, in {module_of(node) or 'forward'}"
