@@ -13,12 +13,8 @@ from ir.core.errors import check_installed
 from ir.core.files import FileErrors
 
 COLUMN, LABELS = "input_ids", "labels"
-MASKS = (
-    "attention_mask",
-    "loss_mask",
-    "completion_mask",
-    "assistant_masks",
-)  # 0 where a token is none, or counts for nothing
+# 0 where a token is none, or counts for nothing.
+MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 _BLOCK = 2**20  # tokens compared at once
 
 
@@ -107,9 +103,8 @@ def _refuse_unread(table: Any, tokens: ChunkedTokens, path: str, form: FileError
             said = f"is another text than {COLUMN}"
         if said:
             message, fix = f"column {name} {said}, and is not read", f"remove_columns({name!r}), and all tokens count"
-            raise form.wrong(
-                message, path, None, "datasets whose tokens all count, each the label of the one before", fix
-            )
+            allowed = "datasets whose tokens all count, each the label of the one before"
+            raise form.wrong(message, path, None, allowed, fix)
 
 
 def _least(column: Any) -> int | None:

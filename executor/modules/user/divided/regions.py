@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from executor.modules.parallel import enter, whole
+from executor.modules.parallel import Moved, enter, whole
 from executor.modules.user.annotate import At, chunk_of
 from executor.modules.user.divided.linears import ALLOWED, ENDS
 from executor.modules.user.writes import times_written, written_otherwise
@@ -67,7 +67,7 @@ def regions(
                     dim, repeats, value = between.get(read, (-2, 1, read.meta.get("val")))
                     here = region if read in between else everywhere
                     with graph.inserting_before(node):
-                        entry = graph.call_function(along(_bound(enter, here), dim, repeats), (read,))
+                        entry = graph.call_function(along(of_region(enter, here), dim, repeats), (read,))
                     entry.meta, at[entry] = {**read.meta, "val": value}, at[node]
                     entries[key] = entry
                 node.replace_input_with(read, entry)
@@ -75,7 +75,7 @@ def regions(
         if node.target in ENDS:
             dim, repeats, _ = between.get(node, (-2, 1, None))
             here = region if node in between else everywhere
-            node.target, node.args = along(_bound(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
+            node.target, node.args = along(of_region(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
     if (both := partly & wholly) and not region.sequence:
         named = next(n for n, p in root.named_parameters() if id(p) in both)
         message = f"{named} is read inside and outside of what tp divides"
@@ -96,15 +96,17 @@ def _features(x: Tensor, region: RankRegion) -> Tensor:
     return whole(x.unsqueeze(-1), region).squeeze(-1)
 
 
-def _bound(function: Callable[[Tensor, RankRegion], Tensor], region: RankRegion) -> Callable[[Tensor], Tensor]:
-    def bound(x: Tensor) -> Tensor:
+def of_region(function: Callable[[Tensor, RankRegion], Tensor], region: RankRegion) -> Moved:
+    """The same among these ranks, as a graph calls it: by one argument, and by its name."""
+
+    def moved(x: Tensor) -> Tensor:
         return function(x, region)
 
-    bound.__name__ = function.__name__
-    return bound
+    moved.__name__ = function.__name__
+    return moved
 
 
-def along(function: Callable[[Tensor], Tensor], dim: int, repeats: int) -> Callable[[Tensor], Tensor]:
+def along(function: Moved, dim: int, repeats: int) -> Moved:
     """The same of tokens that lie along another dim than the last but one, or in several stretches of it.
 
     >>> along(lambda x: torch.cat((x, -x), -2), 0, 2)(torch.tensor([1, 2])).tolist()

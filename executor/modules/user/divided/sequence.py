@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from executor.modules.parallel import across, gather_tokens, own, whole
+from executor.modules.parallel import Moved, across, gather_tokens, own, whole
 from executor.modules.user.annotate import At, chunk_of
 from executor.modules.user.divided.linears import ENDS, FEATURES, LEAVE
-from executor.modules.user.divided.regions import Between, along, apart_from, floating, of_parameters_alone
+from executor.modules.user.divided.regions import Between, along, apart_from, floating, of_parameters_alone, of_region
 from executor.modules.user.divided.tokens import (
     CHECKS,
     MADE,
@@ -36,7 +36,6 @@ from ir.core.errors import job_error
 KEY, FIX = "parallel.sequence_parallel", "sequence_parallel = false"
 AWAY = "is written where ranks have other tokens than what writes it"
 EXPERTS = "are sent rows of other tokens than a rank's own"
-Moved = Callable[[Tensor], Tensor]
 
 
 def tokens_between(length: int, region: RankRegion) -> int:
@@ -86,8 +85,12 @@ class SharedTokens:
             self._place(node)
 
     def _reads_tokens(self, node: fx.Node) -> bool:
-        found = (x in kind for x in node.all_input_nodes for kind in (self.own, self.full, self.apart))
-        return node.target not in MADE | TYPED and any(found)
+        return node.target not in MADE | TYPED and any(self.kind(x) for x in node.all_input_nodes)
+
+    def kind(self, node: fx.Node) -> str:
+        """Own, full or apart; "" of what is of no token."""
+        kinds = {"own": self.own, "full": self.full, "apart": self.apart}
+        return next((name for name, nodes in kinds.items() if node in nodes), "")
 
     def _is_own(self, node: fx.Node) -> bool:
         short, reads = self.pairs.get(node), [x for x in node.all_input_nodes if x in self.own or x in self.full]
@@ -126,9 +129,9 @@ class SharedTokens:
             if n not in self.own and any(x in self.own and x in self.dims.several for x in n.all_input_nodes):
                 return ShardMismatch(n, OTHERWISE)  # another of several values, for fewer tokens
             for t in written(n):
-                if any((n in kind) != (base[t] in kind) for kind in (self.own, self.full, self.apart)):
+                if self.kind(n) != self.kind(base[t]):
                     return ShardMismatch(n, AWAY)
-        away = written_otherwise(graph.nodes, lambda n: [n in kind for kind in (self.own, self.full, self.apart)])
+        away = written_otherwise(graph.nodes, self.kind)
         return None if away is None else ShardMismatch(away, AWAY)
 
 
@@ -206,7 +209,7 @@ def _cross(
         if key not in made:
             dim, repeats = (-2, 1) if move is of_every_rank else shared.dims.found[read]
             with graph.inserting_before(node):
-                made[key] = graph.call_function(along(_bound(move, region), dim, repeats), (read,))
+                made[key] = graph.call_function(along(of_region(move, region), dim, repeats), (read,))
             at[made[key]] = at[node if node.op != "output" else read]
             value = found[read][2] if read in found else read.meta["val"]
             if move in (own, stretched):
@@ -215,23 +218,15 @@ def _cross(
         node.replace_input_with(read, made[key])
 
 
-def _bound(move: Callable[..., Tensor], region: RankRegion) -> Moved:
-    def bound(x: Tensor) -> Tensor:
-        return move(x, region)
-
-    bound.__name__ = move.__name__
-    return bound
-
-
 def gathered(x: Tensor, region: RankRegion) -> Tensor:
     """Numbers and flags of every rank's tokens, which have no gradient."""
     y = gather_tokens(region.tp, x.to(torch.int32) if x.dtype is torch.bool else x)
     return y.to(x.dtype)
 
 
-def stretched(x: Tensor, region: RankRegion) -> Tensor:
-    """Of those, this rank's."""
-    return x.chunk(region.tp.size, -2)[region.tp.index]
+def stretched(x: Tensor, region: RankRegion, dim: int = -2) -> Tensor:
+    """This rank's of what lies along a dim, and has no gradient, or one that is added up anyhow."""
+    return x.chunk(region.tp.size, dim)[region.tp.index]
 
 
 def of_every_rank(x: Tensor, region: RankRegion) -> Tensor:
@@ -243,6 +238,6 @@ def _own_tokens(region: RankRegion, dim: int) -> Moved:
     """What takes this rank's tokens, which lie along a dim."""
 
     def own_tokens(x: Tensor) -> Tensor:
-        return x.chunk(region.tp.size, dim)[region.tp.index]
+        return stretched(x, region, dim)
 
     return own_tokens
