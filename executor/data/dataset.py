@@ -1,8 +1,8 @@
-"""The tokens of a dataset that Hugging Face's `datasets` has saved to a folder, as one row, mapped and not copied."""
+"""A dataset that Hugging Face's `datasets` has saved to a folder: its tokens and labels as one row each, mapped."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import numpy as np
 from ir.core.errors import check_installed
 from ir.core.files import FileErrors
 
-COLUMN, LABELS = "input_ids", "labels"
-# 0 where a token is none, or counts for nothing.
-MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
-_BLOCK = 2**20  # tokens compared at once
+COLUMN, LABELS, IGNORED = "input_ids", "labels", -100
+# 0 where a token is no label: of the token itself, as trl reads them.
+TRAINED = ("completion_mask", "assistant_masks")
+# 0 where a token is none, or where one is no label, of this token to some and of the next to others.
+UNREAD = ("attention_mask", "loss_mask")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class ChunkedTokens:
     parts: tuple[np.ndarray, ...]
     starts: tuple[int, ...]
     """where each begins; at last, where all end"""
+    labels: TrainedTokens | None = None
+    """where columns say what of the tokens is trained on; None: all are"""
     ndim = 1
 
     @classmethod
@@ -59,17 +62,46 @@ class ChunkedTokens:
         return np.concatenate(found) if found else self.parts[0][:0]
 
 
+@dataclass(frozen=True)
+class TrainedTokens:
+    """What a dataset's columns say is to be predicted, read as transformers' losses read it: the label of the token
+    before, IGNORED where none counts, and nothing across rows.
+
+    column: `labels`; None: the tokens. masks: each 0 where a token counts for nothing. rows: where rows begin.
+    """
+
+    column: ChunkedTokens | None
+    masks: tuple[ChunkedTokens, ...]
+    rows: np.ndarray
+
+    def of(self, tokens: np.ndarray, start: int) -> np.ndarray:
+        """The labels (int64) that the tokens at `start` … are of the ones before them.
+
+        >>> masks = (ChunkedTokens.of([np.array([0, 1, 1, 1, 0])]),)
+        >>> TrainedTokens(None, masks, np.array([0, 3])).of(np.array([7, 8, 9]), 2).tolist()
+        [7, -100, -100]
+        """
+        stop = start + len(tokens)
+        part = tokens if self.column is None else self.column[start:stop]
+        found = np.array(part, dtype=np.int64)
+        for mask in self.masks:
+            found[mask[start:stop] == 0] = IGNORED
+        first, last = np.searchsorted(self.rows, (start, stop))
+        found[self.rows[first:last] - start] = IGNORED
+        return found
+
+
 def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
     """All rows of column `input_ids`, in their order, behind one another; a page is read when somebody reads on it.
 
     Raises PiperError (missing_dependency): `datasets` is not installed; (job): the folder holds no such column, or
-    says otherwise in another what counts: every token here is the label of the one before it.
+    another that does not fit it, or marks tokens that are to be left out.
     """
     check_installed("datasets", "datasets", f"{folder} is a folder, so a saved dataset")
     import datasets
     from pyarrow import ArrowException
 
-    path, lists = str(folder), f"{COLUMN}: lists of integers, as a tokenizer makes them"
+    path = str(folder)
     try:
         found = datasets.load_from_disk(path)
     except (OSError, ValueError, TypeError, LookupError, ArrowException) as error:
@@ -80,31 +112,61 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
         raise form.wrong("a dataset of several splits", path, None, ", ".join(splits), splits[0])
     if COLUMN not in found.column_names:
         has = ", ".join(found.column_names)
-        raise form.wrong(f"a dataset without the column {COLUMN}: {has}", path, None, lists)
+        raise form.wrong(f"a dataset without the column {COLUMN}: {has}", path, None, _lists(COLUMN))
+    _refuse_unread(found.data, path, form)
+    return replace(_column(found.data, COLUMN, path, form), labels=_labels(found.data, path, form))
+
+
+def _lists(name: str) -> str:
+    return f"{name}: lists of integers, as a tokenizer makes them"
+
+
+def _column(table: Any, name: str, path: str, form: FileErrors, kinds: str = "ui") -> ChunkedTokens:
+    """A column's numbers. kinds: NumPy's letters of what they may be. Raises PiperError (job): others, or no lists."""
+    from pyarrow import ArrowException, types
+
     try:
-        chunks = [c.flatten().to_numpy(zero_copy_only=True) for c in found.data.column(COLUMN).chunks]
+        flat = [c.flatten() for c in table.column(name).chunks]
+        chunks = [c.to_numpy(zero_copy_only=not types.is_boolean(c.type)) for c in flat]  # Arrow packs these
+        if any(c.dtype.kind not in kinds for c in chunks):
+            raise ValueError
     except (AttributeError, ValueError, ArrowException) as error:  # no lists; holes, or no numbers in them
-        raise form.wrong(f"column {COLUMN} is {found.features[COLUMN]}, or has holes", path, None, lists) from error
-    tokens = ChunkedTokens.of(chunks)
-    _refuse_unread(found.data, tokens, path, form)
-    return tokens
+        found = table.column(name).type
+        raise form.wrong(f"column {name} is {found}, or has holes", path, None, _lists(name)) from error
+    return ChunkedTokens.of(chunks)
 
 
-def _refuse_unread(table: Any, tokens: ChunkedTokens, path: str, form: FileErrors) -> None:
-    """Raise PiperError (job) for a column that is not read, and says that not every token is the next one's label."""
-    for name in (n for n in (LABELS, *MASKS) if n in table.column_names):
-        low = _least(table.column(name))
-        said = None
-        if name in MASKS:
-            said = "marks some tokens (0) that are not to be trained on" if low == 0 else None
-        elif low is not None and low < 0:
-            said = "hides some labels (-100)"
-        elif not _copies(table.column(name), tokens):
-            said = f"is another text than {COLUMN}"
-        if said:
-            message, fix = f"column {name} {said}, and is not read", f"remove_columns({name!r}), and all tokens count"
-            allowed = "datasets whose tokens all count, each the label of the one before"
-            raise form.wrong(message, path, None, allowed, fix)
+def _labels(table: Any, path: str, form: FileErrors) -> TrainedTokens | None:
+    """What the columns say of labels; None: nothing. Raises PiperError (job): their rows are not as long as tokens'."""
+    names = [n for n in (LABELS, *TRAINED) if n in table.column_names]
+    if not names:
+        return None
+    held = {n: _column(table, n, path, form, "ui" if n == LABELS else "uib") for n in names}
+    rows = _row_lengths(table, COLUMN)
+    for name in names:
+        other = _row_lengths(table, name)
+        if (wrong := np.flatnonzero(other != rows)).size:
+            k = int(wrong[0])
+            message = f"row {k} has {rows[k]} of {COLUMN} and {other[k]} of {name}"
+            raise form.wrong(message, path, None, "columns of the same lengths: one for each token")
+    masks = tuple(held[name] for name in names if name != LABELS)
+    return TrainedTokens(held.get(LABELS), masks, np.cumsum([0, *rows[rows > 0]])[:-1])
+
+
+def _row_lengths(table: Any, name: str) -> np.ndarray:
+    from pyarrow import compute
+
+    lengths: np.ndarray = compute.list_value_length(table.column(name)).fill_null(0).to_numpy()
+    return lengths
+
+
+def _refuse_unread(table: Any, path: str, form: FileErrors) -> None:
+    """Raise PiperError (job) for a column that is not read, and marks tokens that are not to be trained on."""
+    for name in (n for n in UNREAD if n in table.column_names):
+        if _least(table.column(name)) == 0:
+            message = f"column {name} marks some tokens (0) that are not to be trained on, and is not read"
+            allowed = f"rows without padding; a column {LABELS} that is {IGNORED} where a token counts for nothing"
+            raise form.wrong(message, path, None, allowed, f"remove_columns({name!r}), and all tokens count")
 
 
 def _least(column: Any) -> int | None:
@@ -113,15 +175,3 @@ def _least(column: Any) -> int | None:
 
     lows = [compute.min(c.flatten()).as_py() for c in column.chunks if hasattr(c, "flatten")]
     return min((int(low) for low in lows if isinstance(low, int)), default=None)
-
-
-def _copies(column: Any, tokens: ChunkedTokens) -> bool:
-    """Whether a column has the same numbers, in any format."""
-    parts = [c.flatten() for c in column.chunks if hasattr(c, "flatten")]
-    if any(p.null_count or not hasattr(p, "to_numpy") for p in parts):
-        return False
-    other = ChunkedTokens.of([p.to_numpy(zero_copy_only=False) for p in parts])
-    starts = range(0, len(tokens), _BLOCK)
-    return len(other) == len(tokens) and all(
-        np.array_equal(other[i : i + _BLOCK], tokens[i : i + _BLOCK]) for i in starts
-    )

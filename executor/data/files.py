@@ -8,7 +8,7 @@ from tokenize import TokenError
 
 import numpy as np
 
-from executor.data.dataset import ChunkedTokens, saved_dataset
+from executor.data.dataset import IGNORED, ChunkedTokens, TrainedTokens, saved_dataset
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import FileErrors, check_regular
 
@@ -122,43 +122,61 @@ def _indexed(file: Path, index: Path, form: FileErrors) -> str:
 
 def check_vocabulary(tokens: Tokens, path: str, vocab: int, form: FileErrors = FORM) -> None:
     """Look at tokens all over a file, at all of a small one. Raises PiperError (job): one is outside the vocabulary."""
-    if tokens.dtype.kind == "u" and vocab > np.iinfo(tokens.dtype).max:
+    labels = labels_of(tokens)
+    if labels is None and tokens.dtype.kind == "u" and vocab > np.iinfo(tokens.dtype).max:
         return
     halves = Path(path).suffix == ".bin" and tokens.dtype == np.uint16 and len(tokens) % 2 == 0
-    for part in _sample(tokens, _BLOCK):
+    for start, part in _sample(tokens, _BLOCK):
         refuse_outside(part, path, vocab, form)
+        if labels is not None:
+            refuse_outside_labels(labels.of(part, start), path, vocab, form)
         halves = halves and not part[1::2].any()
     if halves and not Path(path).with_suffix(".idx").exists():
         message, fix = "every other number is 0: these are uint32, read as uint16", "name it .uint32"
         raise form.wrong(message, path, None, KINDS, fix)
 
 
-def refuse_outside(part: np.ndarray, path: str, vocab: int, form: FileErrors = FORM) -> None:
+def refuse_outside(part: np.ndarray, path: str, vocab: int, form: FileErrors = FORM, word: str = "token") -> None:
     """Raise PiperError (job) for the first token that no embedding has a row for."""
-    for token in (int(part.max()), int(part.min())):
+    for token in (int(part.max()), int(part.min())) if part.size else ():
         if not 0 <= token < vocab:
             fix = f"model.vocab_size={token + 1}" if token > 0 else None
-            message = f"token {token} is outside the vocabulary of {vocab}"
+            message = f"{word} {token} is outside the vocabulary of {vocab}"
             raise form.wrong(message, path, None, f"0 to {vocab - 1}", fix)
 
 
+def refuse_outside_labels(labels: np.ndarray, path: str, vocab: int, form: FileErrors = FORM) -> None:
+    """Raise PiperError (job) for the first label that counts, and is no token."""
+    refuse_outside(labels[labels != IGNORED], path, vocab, form, "label")
+
+
+def labels_of(tokens: Tokens) -> TrainedTokens | None:
+    """Where columns say what is trained on; None where every token is."""
+    return tokens.labels if isinstance(tokens, ChunkedTokens) else None
+
+
 def digest_of_tokens(tokens: Tokens) -> str:
-    """SHA-256 of how many there are and of some all over: the same for the same tokens in another format.
+    """SHA-256 of how many there are and of some all over, with their labels where columns say which: the same for the
+    same tokens in another format.
 
     >>> digest_of_tokens(np.arange(9, dtype="<u2")) == digest_of_tokens(np.arange(9, dtype="<i8"))
     True
     """
     found = hashlib.sha256(str(len(tokens)).encode())
-    for part in _sample(tokens, 256):
+    labels = labels_of(tokens)
+    for start, part in _sample(tokens, 256):
         found.update(part.astype("<i8").tobytes())
+        if labels is not None:
+            found.update(labels.of(part, start).astype("<i8").tobytes())
     return found.hexdigest()
 
 
-def _sample(tokens: Tokens, block: int) -> Iterator[np.ndarray]:
-    """Blocks at even distances, the first and the last tokens among them; everything where that is no more."""
+def _sample(tokens: Tokens, block: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks at even distances, the first and the last tokens among them, and where they begin; everything where that
+    is no more."""
     if len(tokens) <= _BLOCKS * block:
-        yield tokens[:]
+        yield 0, tokens[:]
         return
     for start in np.linspace(0, len(tokens) - block, _BLOCKS).astype(np.int64) // 2 * 2:
-        yield tokens[start : start + block]
-    yield tokens[-1:]
+        yield int(start), tokens[start : start + block]
+    yield len(tokens) - 1, tokens[-1:]

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from executor.data.files import FORM, check_vocabulary, map_tokens, refuse_outside
+from executor.data.dataset import IGNORED
+from executor.data.files import FORM, check_vocabulary, labels_of, map_tokens, refuse_outside, refuse_outside_labels
 from ir.core.files import named_path
 from ir.job import Job
 
@@ -76,17 +77,15 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
-PADDING = -1
-
-
 class TokenSource(Protocol):
     """Where tokens come from."""
 
     def sequence(self, step: int, index: int, length: int) -> np.ndarray:
-        """length + 1 tokens (int64) of sequence `index` of a step's global batch; PADDING where there is none."""
+        """Tokens and labels (int64) of sequence `index` of a step's global batch: (2, length). A token is 0 where there
+        is none, a label IGNORED where none counts."""
 
     def missing(self, step: int, length: int) -> int:
-        """Labels of a step's global batch that are PADDING."""
+        """Labels of a step's global batch that are IGNORED."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class SyntheticTokens:
     """Arithmetic progressions with noise, so a loss can fall; every sequence of every step is another one.
 
     >>> SyntheticTokens(vocab=100, seed=0).sequence(0, 0, 4).shape
-    (5,)
+    (2, 4)
     """
 
     vocab: int
@@ -104,7 +103,8 @@ class SyntheticTokens:
         rng = np.random.default_rng([self.seed, step, index])
         tokens = (rng.integers(self.vocab) + rng.integers(1, 4) * np.arange(length + 1)) % self.vocab
         noise = rng.random(length + 1) < 0.1
-        return np.where(noise, rng.integers(self.vocab, size=length + 1), tokens).astype(np.int64)
+        drawn = np.where(noise, rng.integers(self.vocab, size=length + 1), tokens).astype(np.int64)
+        return np.stack((drawn[:-1], drawn[1:]))
 
     def missing(self, step: int, length: int) -> int:
         return 0
@@ -120,24 +120,47 @@ class FileTokens:
     def __init__(self, path: str, vocab: int, seed: int = 0, sequences: int = 1) -> None:
         self.path, self.vocab, self.seed, self.sequences = path, vocab, seed, sequences
         self.tokens = map_tokens(path, vocab)
+        self.labels = labels_of(self.tokens)
+        self._missing: tuple[int, int] | None = None  # of which step, how many
 
     def sequence(self, step: int, index: int, length: int) -> np.ndarray:
         """The window that comes next in the epoch's order. Raises PiperError: a token outside the vocabulary."""
-        windows = self._windows(length)
-        epoch, place = divmod(step * self.sequences + index, windows)
-        start = TokenOrder.of(windows, self.seed, epoch).window(place) * length
+        start = self._window(step, index, length) * length
         part = np.asarray(self.tokens[start : start + length + 1], dtype=np.int64)
         refuse_outside(part, self.path, self.vocab)
-        return np.concatenate([part, np.full(length + 1 - len(part), PADDING, dtype=np.int64)])
+        labels = self._labels(part[1:], start + 1)
+        if self.labels is not None:
+            refuse_outside_labels(labels, self.path, self.vocab)
+        out = np.stack((np.zeros(length, np.int64), np.full(length, IGNORED)))
+        out[0, : len(part)], out[1, : len(labels)] = part[:length], labels
+        return out
 
     def missing(self, step: int, length: int) -> int:
-        """Only the file's last window is short: count the epochs that read it in this step."""
+        """Only the file's last window is short: count the epochs that read it in this step. Where columns say what
+        counts, they are read, of all the step's windows."""
+        if self.labels is not None:
+            if self._missing is None or self._missing[0] != step:
+                self._missing = step, sum(self._ignored(step, k, length) for k in range(self.sequences))
+            return self._missing[1]
         windows, first = self._windows(length), step * self.sequences
         short = windows * length - (len(self.tokens) - 1)
         end = first + self.sequences
         epochs = range(first // windows, (end - 1) // windows + 1) if short else ()
         at = (e * windows + TokenOrder.of(windows, self.seed, e).place(windows - 1) for e in epochs)
         return short * sum(first <= k < end for k in at)
+
+    def _ignored(self, step: int, index: int, length: int) -> int:
+        start = self._window(step, index, length) * length + 1
+        labels = self._labels(self.tokens[start : start + length], start)
+        return length - int(np.count_nonzero(labels != IGNORED))
+
+    def _labels(self, tokens: np.ndarray, start: int) -> np.ndarray:
+        return tokens if self.labels is None else self.labels.of(tokens, start)
+
+    def _window(self, step: int, index: int, length: int) -> int:
+        windows = self._windows(length)
+        epoch, place = divmod(step * self.sequences + index, windows)
+        return TokenOrder.of(windows, self.seed, epoch).window(place)
 
     def _windows(self, length: int) -> int:
         return max(1, -(-(len(self.tokens) - 1) // length))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from executor.data.tokens import source_name, source_of
 from executor.device.device import Device, HostDevice, upload
-from executor.modules.base import DRAWS, NUMBER, TokenLoss
+from executor.modules.base import DRAWS, NUMBER
 from executor.runtime.program import RankPlan
 from ir.job.build import PreparedJob
 
@@ -100,10 +100,9 @@ class MicrobatchLoader:
         number = replica * self.microbatches + mb
         first = number * self.size
         rows = np.stack([self.source.sequence(step, first + i, self.length) for i in range(self.size)])
-        labels = np.where(rows[:, 1:] < 0, TokenLoss.IGNORE, rows[:, 1:])
-        ids = np.maximum(rows[:, :-1], 0)
+        ids, labels = (torch.from_numpy(np.ascontiguousarray(rows[:, k])) for k in (0, 1))
         scale = 1.0 / max(1, self.valid_tokens(step))
-        return Microbatch(torch.from_numpy(ids), torch.from_numpy(labels), scale, number, step)
+        return Microbatch(ids, labels, scale, number, step)
 
     def valid_tokens(self, step: int) -> int:
         """Labels of the whole global batch that count; every rank finds the same without asking another."""

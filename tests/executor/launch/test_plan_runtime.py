@@ -26,7 +26,7 @@ with piper_sim.runtime(job, sets, save="saved", resume=resume) as runtime:
     said = []
     assert torch.empty(()).is_meta, "what the loop makes is where it wants it"
     for step in range(runtime.steps, int(steps)):
-        batch = np.stack([source.sequence(step, k, 8) for k in range(runtime.sequences)])
+        batch = [*np.stack([source.sequence(step, k, 8) for k in range(runtime.sequences)], 1)]
         said.append([runtime.evaluate(batch), runtime.step(batch), runtime.grad_norm])
         assert torch.empty(()).is_meta
         assert steps != "9" or int(os.environ["RANK"]) == 0, "a mistake of the loop's own"
@@ -98,7 +98,7 @@ def test_a_mistake_in_one_rank_s_loop_ends_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_batch_of_another_shape_and_a_loop_without_torchrun_are_refused(tmp_path: Path) -> None:
     job = str(job_file(tmp_path, text=JOB))
-    code = LOOP.replace("np.stack([", "np.zeros((3, 3), int) if True else np.stack([")
+    code = LOOP.replace("[*np.stack", "np.zeros((3, 3), int) if True else [*np.stack")
     done = _loop(tmp_path, code, job, "0", "1")
     assert done.returncode != 0 and "token ids [4, 9], or ids and labels [4, 8] each" in done.stderr
     ended = python("loop.py", job, "0", "1", cwd=tmp_path)
