@@ -137,7 +137,7 @@ class PartCompiler:
                 fix = "run.compile = false"
                 raise PiperError(ErrorKind.MODEL, message, key="run.compile", suggestion=fix) from error
         scales = tuple(not isinstance(e, Tensor) for e in extras)
-        part = CompiledPart(plan, self.made[key], weights, tuple(unit.buffers()), scales)
+        part = CompiledPart(plan, self.made[key], weights, tuple(_constants(unit, weights).values()), scales)
         trial = part.begin(lambda name, grad: None)  # what its code does when it is first called
         trial.input_grad(*(torch.zeros_like(out) for out in trial.forward(unit, *acts, extras=extras)))
         trial.weight_grad()
@@ -158,6 +158,12 @@ def _forget() -> None:
     forget_masks()
 
 
+def _constants(unit: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """What a unit reads and nobody trains, by id: frozen parameters, buffers."""
+    trained = {id(w) for w in weights.values()}
+    return {id(t): t for t in (*unit.parameters(), *unit.buffers()) if id(t) not in trained}
+
+
 def _traced(
     unit: nn.Module, weights: Mapping[str, Tensor], acts: Sequence[Tensor], extras: Sequence[object]
 ) -> PassGraphs:
@@ -166,9 +172,11 @@ def _traced(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     ids = {id(w): k for k, w in enumerate(weights.values())}
-    places = {n: ids[id(p)] for n, p in unit.named_parameters(remove_duplicate=False)}
-    held = {id(b): k for k, b in enumerate(unit.buffers())}
-    buffers = {n: held[id(b)] for n, b in unit.named_buffers(remove_duplicate=False)}
+    constants = _constants(unit, weights)
+    held = {i: k for k, i in enumerate(constants)}
+    every = [*unit.named_parameters(remove_duplicate=False), *unit.named_buffers(remove_duplicate=False)]
+    places = {n: ids[id(t)] for n, t in every if id(t) in ids}
+    fixed = {n: held[id(t)] for n, t in every if id(t) in held}
     free = [e for e in extras if isinstance(e, Tensor)]
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
@@ -176,7 +184,7 @@ def _traced(
         _forget()
         rest = iter(values[len(weights) + len(acts) :])
         more = [next(rest) if isinstance(e, Tensor) else 1.0 for e in extras]
-        named = {n: values[k] for n, k in places.items()} | {n: last[k] for n, k in buffers.items()}
+        named = {n: values[k] for n, k in places.items()} | {n: last[k] for n, k in fixed.items()}
         out = torch.func.functional_call(unit, named, (*inputs, *more))
         outs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else tuple(out)
         return tuple(
@@ -186,7 +194,7 @@ def _traced(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     with torch.enable_grad():
         inputs = [a.detach().requires_grad_(a.is_floating_point()) for a in acts]
-        fakes = [mode.from_tensor(g) for g in (*weights.values(), *inputs, *free, *unit.buffers())]
+        fakes = [mode.from_tensor(g) for g in (*weights.values(), *inputs, *free, *constants.values())]
         try:
             return passes(function, fakes, len(weights), len(acts))
         finally:
@@ -225,7 +233,9 @@ def compile_parts(
         if name.rpartition(".")[2] in EAGER:
             continue
         unit, reads = built.units[name], built.reads.get(name, ("",))
-        weights = {names[id(p)]: p for p in unit.parameters()}
+        weights = {names[id(p)]: p for p in unit.parameters() if id(p) in names}
+        if name == first and not weights:  # a frozen embedding: nothing of it has a gradient
+            continue
         acts = [ids if name == first else act for _ in reads]
         extras = [example_extra(w, ids) for w in built.extras.get(name, ())]
         parts[name] = made.part(name, unit, weights, acts, extras)

@@ -69,7 +69,7 @@ class Stage:
         self._of |= {n: self._of[x.reads] for n, x in self.exchanges.items()}
         self.reads = wiring(self.units, reads or {}, self._of)
         names = {id(p): n for n, p in self.params.items()}
-        self.weights = {u: {names[id(p)]: p for p in m.parameters()} for u, m in self.units.items()}
+        self.weights = {u: {names[id(p)]: p for p in m.parameters() if id(p) in names} for u, m in self.units.items()}
         self._flows: dict[int, MicrobatchState] = {}
         self._casts = Casts()
         found = [*((r, u) for u, reads in self.reads.items() for r in reads)]

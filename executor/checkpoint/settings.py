@@ -39,6 +39,7 @@ from ir.workload.config.load import presets, raw_config
 WEIGHT = "weight"
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them
 BESIDE = (BUFFERS, "routers' corrections")  # what weights' files have that is no parameter
+SEED = "the seed of frozen parameters"
 Difference = tuple[str, str, str, str | None]  # what differs, key, what it may be, the fix
 
 
@@ -67,12 +68,13 @@ def _model_of(prepared: PreparedJob) -> dict[str, Any]:
 
 
 def _beside(prepared: PreparedJob) -> dict[str, str]:
-    """What routers, or a user's buffers, were given beside weights, which no checkpoint of ours has: a digest, so that
-    it is given again."""
+    """What routers, a user's buffers and frozen parameters were given, which no checkpoint of ours has: a digest, or
+    the seed they were drawn by, so that they are given again."""
     shapes = {p.name: p.shape for e in prepared.base.entries for p in e.part.params}
     moe, given = prepared.config.moe, weights_of(prepared.job)
     if given is None:
-        return {}
+        frozen = any(e.part.frozen for e in prepared.base.entries)
+        return {SEED: str(prepared.job.model.seed)} if frozen else {}
     own = prepared.job.model.module is not None
     names = given.beside(shapes) if own else [*biases(shapes, moe.scoring if moe else None)]
     return {BESIDE[not own]: given.digest(names)} if names else {}
@@ -92,8 +94,10 @@ def _differences(manifest: CheckpointManifest, prepared: PreparedJob) -> Iterato
     for ours, theirs in (shapes, (now.model, was.model)):
         for k in {**ours, **theirs}:
             if (mine := ours.get(k, "missing")) != (other := theirs.get(k, "missing")):
-                key = "model.weights" if k in BESIDE else "model.config"
-                yield f"{k} is {mine} here, {other} there", key, f"{k}: {other}", _model(manifest, job)
+                key, fix = "model.weights" if k in BESIDE else "model.config", _model(manifest, job)
+                if k == SEED and "missing" not in (mine, other):
+                    key, fix = "model.seed", f"--set model.seed={other}"
+                yield f"{k} is {mine} here, {other} there", key, f"{k}: {other}", fix
     if (a := now.length) != (b := was.length):
         yield f"{a} tokens in a sequence here, {b} there", "model.seq_len", str(b), f"--set model.seq_len={b}"
     if (a := now.sequences) != (b := was.sequences):

@@ -140,6 +140,7 @@ def describe(
     some = seq_len // (model.divides if isinstance(model, UserModel) else 1)
     found = survey(model, microbatch_size, seq_len, axis=axis)
     built = model.build(model.chunks)
+    shapes = {**model.shapes, **(model.frozen if isinstance(model, UserModel) else {})}
     units = {c: [u for u in built.units if u.partition(".")[0] == c] for c in model.chunks}
     hidden = _width(name, [(u[-1], found[u[-1]]) for u in units.values()], (microbatch_size, some), TORCH[dtype])
     after = {a: found[units[b][0]].keeps[:1] for a, b in zip(model.chunks, model.chunks[1:], strict=False)}
@@ -152,10 +153,14 @@ def describe(
             read_next = after.get(chunk, ("",))[0] if last else ""
             numbers = _part(found[unit], read_next, inside=not alone, compiled=compiled)
             held = {id(p) for p in built.units[unit].parameters()}
-            params = [[n, list(model.shapes[n])] for n, p in built.params.items() if id(p) in held]
+            params, frozen = (
+                [[n, list(shapes[n])] for n, p in each.items() if id(p) in held]
+                for each in (built.params, built.frozen)
+            )
             stem = "block" if chunk[1:].isdigit() else chunk
             named = _name(stem if alone else unit.rpartition(".")[2], numbers, parts)
-            pieces.append({"name": unit.rpartition(".")[2], "part": named, "parameters": params})
+            piece = {"name": unit.rpartition(".")[2], "part": named, "parameters": params}
+            pieces.append(piece | ({"frozen": frozen} if frozen else {}))
         if len(mine) == 1:
             chunks.append({**pieces[0], "name": chunk})
         else:

@@ -83,9 +83,7 @@ def measure(
 
     messages: asked for those noted since it was last asked.
     """
-    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))  # attributes, no buffers
-    given = [*weights.values(), *module.buffers(), *plain, *kept_masks(), *(e for e in extras if isinstance(e, Tensor))]
-    with StorageKernels(given) as t:
+    with StorageKernels([*_constants(module), *(e for e in extras if isinstance(e, Tensor))]) as t:
         due = set[int]()  # what W hands out
         run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])))
         acts = [torch.ones(s, dtype=d, device="cpu") for s, d in inputs]
@@ -132,6 +130,13 @@ def measure(
         sum(t.bytes(saved - t.made(saved))),
         t.bytes(ins),
     )
+
+
+def _constants(module: nn.Module) -> Iterator[Tensor]:
+    """What is there before a module is called."""
+    yield from (*module.parameters(), *module.buffers(), *kept_masks())
+    for part in module.modules():
+        yield from (t for t in vars(part).values() if isinstance(t, Tensor))  # attributes, no buffers
 
 
 def _input_grad(
@@ -205,7 +210,7 @@ def survey(
                 rows = balanced(inputs[0][0][0], experts)
                 ranks = wire.group.spread
                 extras = [[[rows[k::ranks] for k in range(ranks)]]]
-        weights = {names[id(p)]: p for p in module.parameters()}
+        weights = {names[id(p)]: p for p in module.parameters() if id(p) in names}
         forget_tables()
         forget_masks()
         with _blaming(unit):

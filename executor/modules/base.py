@@ -43,6 +43,7 @@ class BuiltChunks:
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # whose outputs it takes, if not the last one's
     ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)  # see `autograd.stage.Stage`
     exchanges: Mapping[str, ExpertAllToAll] = field(default_factory=dict)  # the same
+    frozen: Mapping[str, nn.Parameter] = field(default_factory=dict)  # by global name, those that nobody trains
 
 
 def wiring(

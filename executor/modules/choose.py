@@ -142,6 +142,8 @@ def _refuse_another(file: str, reference: str, model: UserModel, entries: Sequen
     tp = {p.name: dim for p in params for axis, dim in zip(p.sharded, p.dims, strict=True) if axis == "tp"}
     held = {p.name: _held(p.shape, tp.get(p.name), p.by_heads) for p in params}
     has = {n: _held(shape, model.dims.get(n), n in model.partly) for n, shape in model.shapes.items()}
+    held |= {p.name: f"{p.shape}, frozen" for e in entries for p in e.part.frozen}
+    has |= {n: f"{shape}, frozen" for n, shape in model.frozen.items()}
     chunks = tuple(dict.fromkeys(e.chunk.name for e in entries))
     if model.chunks == chunks and has == held:
         return

@@ -147,7 +147,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
         "connect_s": r.connect_s,
         "peak_bytes": peak,
         "allocator": counted,
-        "state_bytes": None if local is None else local.sync.state_bytes(),
+        "state_bytes": None if local is None else local.state_bytes(),
         "rows": rows,
         "first_step": s.saving.first,
         "saved": None if r.keeper is None else r.keeper.saved,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +32,14 @@ from ir.plan.plan import Plan
 class RankModel:
     """What lives on one rank: stages, every parameter once (two uses are one tensor, one gradient), optimizer.
 
+    frozen: parameters that nobody trains.
     default: where a step's tensors are made that say nothing. Ours all say it, code of a user's own may not.
     """
 
     stages: dict[int, Stage]
     extras: dict[str, tuple[str, ...]]
     params: dict[str, torch.Tensor]
+    frozen: Mapping[str, torch.Tensor]
     grads: ParamGradients
     sync: BucketSync
     shares: dict[str, ParamShard]
@@ -87,7 +89,7 @@ class RankModel:
         make_default(default)
         units = [e.name for e in entries if e.stage in mine and job.run.compile and compiling is not None]
         compiled = compile_parts(prepared, built, units, device.torch, compiling)
-        params: dict[str, torch.Tensor] = dict(built.params)
+        params = dict[str, torch.Tensor](built.params)
         grads, again = ParamGradients(params, TORCH[precision.grads]), recomputed(prepared)
         stages = {}
         for s in mine:
@@ -105,13 +107,18 @@ class RankModel:
         elsewhere = repeated(plan.graph) if region.tp.index else frozenset[str]()
         config = _sync_config(prepared, elsewhere, device.ahead)
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
-        return cls(stages, dict(built.extras), params, grads, sync, held, guide, compiled, default)
+        return cls(stages, dict(built.extras), params, built.frozen, grads, sync, held, guide, compiled, default)
 
     def kernels(self) -> RealKernels:
         return RealKernels(self.stages, self.extras, self.sync)
 
+    def state_bytes(self) -> dict[str, int]:
+        """What persists, by kind."""
+        held = self.sync.state_bytes()
+        return held | {"parameters": held["parameters"] + sum(t.nbytes for t in self.frozen.values())}
+
     def tensors(self) -> list[torch.Tensor]:
-        return [*self.params.values(), *self.grads.sums.values(), *self.sync.tensors()]
+        return [*self.params.values(), *self.frozen.values(), *self.grads.sums.values(), *self.sync.tensors()]
 
 
 def _sync_config(prepared: PreparedJob, elsewhere: frozenset[str], ahead: bool) -> BucketSyncConfig:

@@ -96,7 +96,7 @@ class GraphCache:
         if key not in self._graphs:
             made = model_graph(stages, source, recompute)
             check_bytes(b.bytes for n in made.nodes for b in n.writes)
-            check_parameters(q.numel for e in made.entries for q in e.part.params)
+            check_parameters(q.numel for e in made.entries for q in (*e.part.params, *e.part.frozen))
             self._graphs[key] = made
             if len(self._graphs) > self.most:
                 self._graphs.popitem(last=False)

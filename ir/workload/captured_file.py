@@ -111,27 +111,30 @@ class CapturedExperts(Struct, frozen=True):
 
 
 class CapturedLayerPart(Struct, frozen=True):
-    """One part of a chunk. part: the key of its numbers. parameters: (global name, shape)."""
+    """One part of a chunk. part: the key of its numbers. parameters: (global name, shape). frozen: those that are not
+    trained, likewise."""
 
     name: str
     part: str
     parameters: tuple[tuple[str, Shape], ...]
+    frozen: tuple[tuple[str, Shape], ...] = ()
 
 
 class CapturedChunk(Struct, frozen=True):
-    """One chunk: embed, l0, l1, …, head. part: the key of its numbers. parameters: (global name, shape). A layer with
-    experts has none of its own, but the pieces router, experts and add."""
+    """One chunk: embed, l0, l1, …, head. part: the key of its numbers. parameters: (global name, shape); frozen: those
+    that are not trained. A layer with experts has none of its own, but the pieces router, experts and add."""
 
     name: str
     part: str = ""
     parameters: tuple[tuple[str, Shape], ...] = ()
     pieces: tuple[CapturedLayerPart, ...] = ()
     experts: CapturedExperts | None = None
+    frozen: tuple[tuple[str, Shape], ...] = ()
 
     @property
     def every(self) -> tuple[CapturedLayerPart, ...]:
         """Its parts, one of them where it has no pieces."""
-        return self.pieces or (CapturedLayerPart(self.part, self.part, self.parameters),)
+        return self.pieces or (CapturedLayerPart(self.part, self.part, self.parameters, self.frozen),)
 
     @property
     def is_layer(self) -> bool:
@@ -203,7 +206,7 @@ def _check_chunks(f: CapturedModelFile, file: str) -> None:
             message = f"pieces {', '.join(p.name for p in chunk.pieces) or '(none)'}"[:200]
             allowed = f"{', '.join(PIECES)}, with experts beside them; or neither"
             raise FORM.wrong(message, file, f"chunks[{i}].pieces", allowed, FORM.fix)
-        for name, shape in (x for p in chunk.every for x in p.parameters):
+        for name, shape in (x for p in chunk.every for x in (*p.parameters, *p.frozen)):
             if shapes.setdefault(name, shape) != shape:
                 message = f"{cut(name)} has two shapes, {shapes[name]} and {shape}"
                 raise FORM.wrong(message, file, f"chunks[{i}].parameters", "one", FORM.fix)

@@ -142,7 +142,8 @@ class Part:
     name: unique in its chunk ("attn"). inputs: the parts it reads, "" standing for the chunk's own input, `ENCODER` for
     the encoder's output.
     keeps: which of these inputs backward reads again. borrowed: parameters of other parts, with which backward makes a
-    norm's output again where that is not kept. The name picks the builder of its work.
+    norm's output again where that is not kept. frozen: parameters that it reads and nobody trains: every replica has
+    them whole, in no bucket. The name picks the builder of its work.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Part:
     keeps: tuple[KeptBuffer, ...] = ()
     params: tuple[Param, ...] = ()
     borrowed: tuple[str, ...] = ()
+    frozen: tuple[Param, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,18 +48,31 @@ class Memory:
 
 @once_per_plan
 def state(plan: Plan, recipe: OptimizerPrecision) -> tuple[OptimizerMemory, ...]:
-    """Parameters, gradients and optimizer of each program, one copy of each parameter, sharded as its bucket says."""
+    """Parameters, gradients and optimizer of each program, one copy of each parameter, sharded as its bucket says;
+    those that nobody trains are whole."""
     out = []
-    found = buckets(plan.graph)
+    found, frozen = buckets(plan.graph), _frozen(plan)
     for p in range(plan.programs):
         mine = [b for b in found if p in b.owners]
         parts = [_held(b, recipe) for b in mine]
         out.append(
             OptimizerMemory(
-                sum(x.parameters for x in parts), sum(x.gradients for x in parts), sum(x.optimizer for x in parts)
+                sum(x.parameters for x in parts) + frozen[p] * recipe.params.bytes,
+                sum(x.gradients for x in parts),
+                sum(x.optimizer for x in parts),
             )
         )
     return tuple(out)
+
+
+def _frozen(plan: Plan) -> list[int]:
+    """[program] elements of the parameters that it reads and nobody trains, each once."""
+    held: list[dict[str, int]] = [{} for _ in range(plan.programs)]
+    groups = {n.stage: n.groups for n in plan.graph.nodes if not n.once}
+    for e in (e for e in plan.graph.entries if e.part.frozen):
+        for program in groups[e.stage]:
+            held[program] |= {p.name: local_numel(p, e.layout) for p in e.part.frozen}
+    return [sum(x.values()) for x in held]
 
 
 def _held(b: Bucket, recipe: OptimizerPrecision) -> OptimizerMemory:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cost_models.hardware import presets
 from cost_models.software import GENERIC
-from ir.core.work import DType
+from ir.core.work import DType, KernelKind
 from ir.graph.sync import buckets
 from ir.job import Job
 from ir.job.build import PreparedJob
@@ -75,12 +75,14 @@ LOOPED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "looped-bfs", "zb1p") 
 
 
 def parameters(p: PreparedJob) -> dict[str, int]:
-    """Parameters of the model: all that are trained, MTP modules too; and those that one token meets."""
+    """Parameters of the model, MTP modules too; those that one token meets; and where some are frozen, the others."""
     found = {q.name: q for e in p.base.entries for q in e.part.params}.values()
+    frozen = sum({q.name: q.numel for e in p.base.entries for q in e.part.frozen}.values())
     dense, experts = (sum(q.numel for q in found if q.expert is kind) for kind in (False, True))
     moe = p.config.moe
     met = experts if moe is None else experts * moe.top_k // moe.experts
-    return {"total": dense + experts, "active": dense + met}
+    sizes = {"total": dense + experts + frozen, "active": dense + met + frozen}
+    return sizes | ({"trained": dense + experts} if frozen else {})
 
 
 PADDED = 1.5  # times their bytes, from which shares of whole matrices are worth a word
@@ -142,12 +144,24 @@ def elsewhere(p: PlannedJob) -> list[str]:
     return [f"costs.profile is of {name}, cluster.gpu = {gpu!r}: what it holds are that machine's seconds"]
 
 
+PRODUCTS = (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
+
+
 def _model_flops(p: PreparedJob) -> float:
-    """Forward and backward FLOPs of one step over all GPUs, as MFU counts them: backward is twice forward."""
+    """Forward and backward FLOPs of one step over all GPUs, as MFU counts them: backward is twice forward, without the
+    products of gradients that no frozen parameter has."""
     source = p.base.source
     assert source is not None
-    forward = sum(source.work(e).model_flops for e in p.base.entries)
-    return 3.0 * forward * p.mbs * (p.job.parallel.dp or 1)
+    each = 0.0
+    for e in p.base.entries:
+        work, spared = source.work(e), 0.0
+        if e.part.frozen:
+            made, graded = (
+                sum(k.flops * k.count for k in w if k.kind in PRODUCTS) for w in (work.forward, work.weight_grad)
+            )
+            spared = (made - graded) / (sum(k.flops * k.count for k in work.forward) or 1)
+        each += (3.0 - spared) * work.model_flops
+    return each * p.mbs * (p.job.parallel.dp or 1)
 
 
 def traits(p: PlannedJob, times: StepBreakdown) -> PredictionTraits:

@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
-from executor.modules.user.annotate import cut, model_error
+from executor.modules.user.annotate import cut
 from executor.modules.user.divided.linears import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
+from executor.modules.user.given import UserModelWeights, saved_buffers
 from executor.modules.user.purity import (
     ChunkCall,
     built,
@@ -38,7 +39,14 @@ from executor.modules.user.routed import (
     mark_experts,
     refuse_unlike_experts,
 )
-from executor.modules.user.trainable import checked_module, refuse_hook, refuse_training, unrepeatable
+from executor.modules.user.trainable import (
+    checked_module,
+    refuse_frozen,
+    refuse_hook,
+    refuse_training,
+    refuse_unread,
+    unrepeatable,
+)
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
@@ -52,7 +60,8 @@ class UserModel:
     """A module with its own initialisation, made under one seed, so every rank makes the same. It is annotated, or
     tags say by module path where its layers are; then it is exported for microbatches of `batch`, sequences and tokens.
     shard: what this rank has of it. values: the files that have its parameters' values; none are drawn, and a rank
-    reads those of its own chunks when it keeps them.
+    reads those of its own chunks when it keeps them. shapes, frozen: of its parameters that are trained, and of those
+    that are read and not trained.
 
     >>> from executor.modules.user.annotate import annotate
     >>> class Net(nn.Module):
@@ -79,16 +88,14 @@ class UserModel:
         shard: ModelShard | None = None,
         values: HubCheckpoint | None = None,
     ) -> None:
-        assert callable(build)
-        self._values, blank = values, ValuelessModel()
+        blank = ValuelessModel()
         making: Callable[[], AbstractContextManager[Any]] = nullcontext if values is None else blank.building
-        with TRACING, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            with host_seeded(seed), making():
-                module = checked_module(built(build))
+        module = _made(build, seed, making)
         with making():
             self.module = module if dtype is None else _cast(module, dtype)
-        self.shapes = {n: tuple(p.shape) for n, p in self.module.named_parameters()}
+        params = dict(self.module.named_parameters())
+        self.shapes = {n: tuple(p.shape) for n, p in params.items() if p.requires_grad}
+        frozen = {n: tuple(p.shape) for n, p in params.items() if not p.requires_grad}
         self._hooked = tuple(n for n, p in self.module.named_parameters() if p._backward_hooks)
         self.live = not tags  # its code runs as it stands, and may make tensors without saying where
         shard = shard or ModelShard()
@@ -103,9 +110,10 @@ class UserModel:
             self.dims = divide(self.module, shard.plan, shard.region) if divided else {}
         blank.refuse_made(self.module)
         self._stacked = {id(p): shard for part in experts for p in part.parameters()}
-        self._names = {id(p): n for n, p in self.module.named_parameters()}
-        self._buffers = _saved_buffers(self.module, values)
-        held = {k: self.dims[n] for k, n in self._names.items() if n in self.dims}
+        every = {id(p): n for n, p in self.module.named_parameters()}
+        self._names = {i: n for i, n in every.items() if n in self.shapes}
+        refuse_frozen(self.shapes, frozen.keys() & {every[i] for i in self._stacked})
+        held = {k: self.dims[n] for k, n in every.items() if n in self.dims}
         self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):
             given = (*batch, shard.region, held, seed, whole)
@@ -122,9 +130,10 @@ class UserModel:
         last = {c: "add" if c in self.routed else (parts or {}).get(c, "") for c in self._cut.chunks}
         self._units = {c: f"{c}.{part}" if part else c for c, part in last.items()}
         used = {id(p) for c in self._cut.chunks for m in self._modules(c) for p in m.parameters()}
-        if idle := [n for i, n in self._names.items() if i not in used]:
-            message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
-            raise model_error(f"{message} read by no chunk", "leave out what is not used", key="model.module")
+        refuse_unread([n for i, n in self._names.items() if i not in used])
+        self._frozen = {i: n for i, n in every.items() if n in frozen and i in used}
+        self.frozen = {n: frozen[n] for n in self._frozen.values()}
+        self._given = None if values is None else self._weights(values)
 
     @cached_property
     def idle(self) -> tuple[str, ...]:
@@ -162,11 +171,14 @@ class UserModel:
         extras: dict[str, tuple[str, ...]] = {}
         reads: dict[str, tuple[str, ...]] = {}
         params: dict[str, nn.Parameter] = {}
+        frozen: dict[str, nn.Parameter] = {}
         ports: dict[str, Mapping[str, tuple[int, ...]]] = {}
         between: dict[str, ExpertAllToAll] = {}
         for name in chunks:
             unit, key, at = self._cut.chunks[name], self._units[name], self.chunks.index(name)
-            params.update((self._names[id(p)], p) for m in self._modules(name) for p in m.parameters())
+            read = [p for m in self._modules(name) for p in m.parameters()]
+            params.update((self._names[id(p)], p) for p in read if id(p) in self._names)
+            frozen.update((self._frozen[id(p)], p) for p in read if id(p) in self._frozen)
             before = self._units[self.chunks[at - 1]] if at else ""
             if (routed := self.routed.get(name)) is not None:
                 made, wired = self._layer(name, routed)
@@ -189,7 +201,7 @@ class UserModel:
             units[key], extras[key] = unit, wants
         given = {u: wants for u, wants in extras.items() if wants}
         kept = {n: params[n] for n in self.shapes if n in params}
-        return BuiltChunks(units, kept, given, reads, ports, between)
+        return BuiltChunks(units, kept, given, reads, ports, between, frozen)
 
     def _layer(self, name: str, cut: ExpertChunk) -> tuple[dict[str, nn.Module], dict[str, tuple[str, ...]]]:
         """A layer with experts: its units, and what each behind the first reads."""
@@ -220,23 +232,25 @@ class UserModel:
 
     def check_values(self) -> None:
         """Raise PiperError (io): the files have other tensors than its parameters and the buffers that are saved."""
-        if self._values is not None:
-            sizes = {id(t): tuple(t.shape) for t in self.module.buffers()}
-            self._values.check(self.shapes, {n: sizes[i] for i, n in self._buffers.items()})
+        if self._given is not None:
+            self._given.check()
 
     def _fill(self, *parts: nn.Module) -> None:
         """What the files have of them, as far as this rank holds it. Raises PiperError (io)."""
-        if self._values is None:
-            return
-        tp, named = self._region.tp, self._names | self._buffers
-        for t in {id(t): t for m in parts for t in (*m.parameters(), *m.buffers()) if id(t) in named}.values():
-            name = named[id(t)]
-            shape, cuts = self.shapes.get(name, tuple(t.shape)), list[ShardCut]()
-            if (shard := self._stacked.get(id(t))) is not None:
-                cuts.append(ShardCut(0, shard.index, shard.ep, shape[:1]))
-            if name in self.dims:
-                cuts.append(ShardCut(self.dims[name], tp.index, tp.size, (shape[self.dims[name]],)))
-            t.data.copy_(self._values.read(name, ParamShard(shape, tuple(cuts)), t.dtype))
+        if self._given is not None:
+            self._given.fill(*parts)
+
+    def _weights(self, files: HubCheckpoint) -> UserModelWeights:
+        named, sizes = self._names | self._frozen, self.shapes | self.frozen
+        cuts, tp, buffers = dict[str, tuple[ShardCut, ...]](), self._region.tp, saved_buffers(self.module, files)
+        for i, name in named.items():
+            if (shard := self._stacked.get(i)) is not None:
+                cuts[name] = (ShardCut(0, shard.index, shard.ep, sizes[name][:1]),)
+            if (dim := self.dims.get(name)) is not None:
+                cuts[name] = (*cuts.get(name, ()), ShardCut(dim, tp.index, tp.size, (sizes[name][dim],)))
+        shapes = {id(t): tuple(t.shape) for t in self.module.buffers()}
+        shares = {n: ParamShard(sizes[n], c) for n, c in cuts.items()}
+        return UserModelWeights(files, named | buffers, sizes, {n: shapes[i] for i, n in buffers.items()}, shares)
 
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
@@ -326,11 +340,13 @@ class TokenShapeChunk(nn.Module):
         return found
 
 
-def _saved_buffers(module: nn.Module, values: HubCheckpoint | None) -> dict[int, str]:
-    """Names of the buffers that files have, by id. Indices and masks may be missing, then as they were made."""
-    saved, there = module.state_dict(keep_vars=True), () if values is None else values
-    found = {n: t for n, t in module.named_buffers() if n in saved}
-    return {id(t): n for n, t in found.items() if t.is_floating_point() or n in there}
+def _made(build: object, seed: int, making: Callable[[], AbstractContextManager[Any]]) -> nn.Module:
+    """What build() makes under a seed, whatever was drawn before."""
+    assert callable(build)
+    with TRACING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with host_seeded(seed), making():
+            return checked_module(built(build))
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

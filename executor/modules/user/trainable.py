@@ -1,7 +1,7 @@
 """What of a user's module no plan could train exactly: refused before any rank starts."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import fx, nn
 
@@ -28,6 +28,29 @@ def checked_module(made: object) -> nn.Module:
     return made
 
 
+def refuse_frozen(trained: Collection[str], experts: Collection[str]) -> None:
+    """Raise PiperError (model) where nothing is trained, or experts that ranks share out are not: experts names those.
+
+    >>> refuse_frozen(["head.weight"], [])
+    """
+    if not trained:
+        message, fix = "no parameter requires a gradient", "requires_grad_() of those that are to be trained"
+        raise model_error(message, fix, "a module that has something to train", "model.module")
+    if experts:
+        message, fix = (
+            f"{min(experts)} is frozen, of experts that are tagged EP",
+            "leave the tag out: as part of layers",
+        )
+        raise model_error(message, fix, "experts whose parameters are all trained", "model.tags.EP")
+
+
+def refuse_unread(idle: Sequence[str]) -> None:
+    """Raise PiperError (model) where there are parameters that nothing reads."""
+    if idle:
+        message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
+        raise model_error(f"{message} read by no chunk", "leave out what is not used", key="model.module")
+
+
 def refuse_hook(name: str, ranks: Mapping[str, int]) -> None:
     """Raise PiperError (model) where several ranks have a parameter whose gradient has a hook, of some axis: each would
     call it with what it has of that, or adds to it.
@@ -49,8 +72,6 @@ def refuse_training(module: nn.Module, cut: ChunkedModel, live: bool) -> None:
     if cut.loss:
         message, fix = f"forward returns a loss of its own ({cut.loss})", "output_router_logits = False, say"
         raise model_error(message, fix, "logits: a run's loss is that of the next tokens", "model.module")
-    if frozen := [n for n, p in module.named_parameters() if not p.requires_grad]:
-        raise unrepeatable(f"{frozen[0]} is frozen", "parameters that are all trained", "make it a buffer")
     if late := [n for n, p in module.named_parameters() if p._post_accumulate_grad_hooks]:
         message, fix = f"{late[0]} has a hook behind its sum of gradients, which nobody would call", "leave it out"
         raise model_error(message, fix, "Tensor.register_hook of a parameter", "model.module")

@@ -125,7 +125,13 @@ class ChunkCosts:
 def _kind(c: Chunk) -> Kind:
     """What two chunks have in common that cost the same: all but names."""
     parts = tuple(
-        (p.name, p.inputs, p.keeps, tuple((q.shape, q.sharded, q.expert, q.by_heads) for q in p.params))
+        (
+            p.name,
+            p.inputs,
+            p.keeps,
+            tuple((q.shape, q.sharded, q.expert, q.by_heads) for q in (*p.params, *p.frozen)),
+            len(p.frozen),
+        )
         for p in c.parts
     )
     return ("L" in c.tags, "EP" in c.tags, c.reads is None or c.reads, parts)

@@ -123,11 +123,12 @@ def _alone(name: str, spoilt: bool = False) -> tuple[list[float], list[float], A
                 assert theirs.item() == pytest.approx(loss.item(), rel=1e-12)
             loss.backward()
             total += loss.item()
-        grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters()}
+        grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.requires_grad}
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    return losses, norms, grads, {n: p.detach().numpy() for n, p in model.named_parameters()}
+    trained = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
+    return losses, norms, grads, trained
 
 
 def _untie(model: Any) -> None:
