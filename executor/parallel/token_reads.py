@@ -18,7 +18,6 @@ from executor.parallel.divided_reads import (
     ALONG,
     VIEWS,
     Shape,
-    ShardMismatch,
     Stretches,
     arguments,
     called,
@@ -138,24 +137,6 @@ class TokenDims:
             return MIXED
         self.found[node] = differ[0], at
         return ""
-
-
-def follow_tokens(
-    pairs: Mapping[fx.Node, fx.Node], ranks: int, length: int, checks: Mapping[Any, TokenCheck]
-) -> tuple[TokenDims, ShardMismatch | None]:
-    """pairs: of what depends on token ids, in order, nodes for whole sequences of `length` and for a rank's tokens, the
-    ids themselves first. Returns the dims, up to the first node that a rank cannot compute of its tokens alone.
-    """
-    dims = TokenDims(ranks, length, checks)
-    for k, (node, short) in enumerate(pairs.items()):
-        if not k:
-            dims.found[node] = (1, 1)
-        elif node.target != short.target:
-            own = not hasattr(node.target, "_schema") and node.op == "call_function"
-            return dims, ShardMismatch(node, UNKNOWN if own else OTHERWISE)
-        elif wrong := dims.follow(node, short):
-            return dims, ShardMismatch(node, wrong)
-    return dims, None
 
 
 def leaves(node: fx.Node) -> list[Any]:

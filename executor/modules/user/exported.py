@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.divided.linears import divided_modules
 from executor.modules.user.divided.regions import NONE, refuse_divided_reads, regions
-from executor.modules.user.divided.sequence import FIX, KEY, pairs_of, share_between, tokens_between
+from executor.modules.user.divided.sequence import FIX, KEY, share_between, tokens_between
+from executor.modules.user.divided.shared import pairs_of
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
 from executor.modules.user.rewrites.attention import flag_causal, widen_values
 from executor.modules.user.rewrites.dropout import reseed
@@ -80,8 +81,10 @@ def export_cut(
     if whole is not None:
         refuse_divided_reads(root, whole, divided_modules(module))
     flag_causal(root)
-    pairs = {} if few is None else pairs_of(root, few)
-    attentions = [] if some is None else share_tokens(root, some, region, length)
+    pairs, attentions = {} if few is None else pairs_of(root, few), list[fx.Node]()
+    if some is not None:
+        again = made_again(module, graph)
+        attentions = share_tokens(root, _layers(graph, tags[SEAM], again)[0], some, again, region, length)
     widen_values(root)
     attend_to_all(root, attentions, region)
     length //= region.divides

@@ -1,39 +1,29 @@
 """Context parallelism of a user's module: each rank computes some tokens of each sequence, and attention sees all keys.
 
-Forward is exported for whole sequences, and for as many tokens as a rank has. What depends on token ids takes its sizes
-from the second; all else (positions, rotary tables, masks, parameters) stays as it is for whole sequences, and a rank
-reads its tokens' stretches of it.
+What depends on token ids is of a rank's own tokens as far as it may be (`shared`); all else (positions, rotary tables,
+masks, parameters) stays as it is for whole sequences, and a rank reads its tokens' stretches of it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from executor.modules.attention.across import attend_across
-from executor.modules.parallel import Moved
-from executor.modules.user.annotate import ancestors
-from executor.modules.user.divided.linears import FEATURES, LEAVE
-from executor.modules.user.routed import MARK
-from executor.modules.user.writes import storages, written
-from executor.parallel.divided_reads import VIEWS, ShardMismatch, arguments, aten, module_of, shape_of, sizes_of
-from executor.parallel.inline import RankRegion, stretches
-from executor.parallel.token_reads import (
-    ATTENTION,
-    OTHERWISE,
-    Followed,
-    TokenDims,
-    follow_tokens,
-    mask_of,
-    sees_past_only,
-)
-from ir.core.errors import ErrorKind, PiperError, job_error
+from executor.modules.parallel import Moved, across
+from executor.modules.user.annotate import At, chunk_of
+from executor.modules.user.divided.regions import Between, along, floating, of_region
+from executor.modules.user.divided.shared import CHECKS, SharedTokens, pairs_of, refused, resize, shared_tokens
+from executor.modules.user.writes import storages, times_written, written
+from executor.parallel.divided_reads import VIEWS, ShardMismatch, arguments, aten, module_of
+from executor.parallel.inline import RankAxis, RankRegion, stretches
+from executor.parallel.token_reads import ATTENTION, MIXED, TokenDims, mask_of, sees_past_only
+from ir.core.errors import job_error
 
-# What takes its dtype and device from the first value it is given, or from the second, and nothing else.
-MADE = frozenset({aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default})
-TYPED = frozenset({aten.type_as.default, aten.to.other})
-ALLOWED = "ops of each token, and torch's scaled_dot_product_attention"
+KEY, FIX = "parallel.cp", "cp = 1"
 
 
 def tokens_of_a_rank(length: int, region: RankRegion) -> int:
@@ -45,36 +35,117 @@ def tokens_of_a_rank(length: int, region: RankRegion) -> int:
     return length // region.cp.size
 
 
-def share_tokens(root: fx.GraphModule, short: fx.Graph, region: RankRegion, length: int) -> list[fx.Node]:
-    """Make the graph of whole sequences that of a rank's tokens, as `short` is for as many. Returns the attentions that
-    are to see keys of all ranks.
+def share_tokens(
+    root: fx.GraphModule, at: At, few: fx.Graph, again: Collection[fx.Node], region: RankRegion, length: int
+) -> list[fx.Node]:
+    """Make the graph of whole sequences that of a rank's tokens, as `few` is for as many; what may look at other tokens
+    is done on whole sequences by every rank. at: the scopes of nodes. again: what depends on no parameter and no
+    activation. Returns the attentions that are to see keys of all ranks.
 
-    Raises PiperError (model): something beside attention looks at other tokens, or may.
+    Raises PiperError (model): something is written that is of other tokens.
     """
-    graph, whole, some = root.graph, of_tokens(root.graph), of_tokens(short)
-    pairs = dict(zip(whole, some, strict=False))
-    dims, wrong = follow_tokens(pairs, region.cp.size, length, CHECKS)
+    graph, pairs = root.graph, pairs_of(root, few)
+
+    def made(full: Collection[fx.Node]) -> SharedTokens:
+        return SharedTokens(pairs, (), again, TokenDims(region.cp.size, length, CHECKS), whole=full)
+
+    shared = shared_tokens(graph, made)
+    edges = list(_edges(graph, shared, chunk_of(graph, at)))
+    if (wrong := _wrong(graph, shared, edges)) is not None:
+        raise refused(wrong, KEY, FIX)
+    if region.sequence and shared.full:
+        raise refused(ShardMismatch(next(iter(shared.full)), MIXED), KEY, "sequence_parallel = false")
+    found = {n: (*shared.dims.found[n], n.meta["val"]) for n in (*shared.own, *shared.full) if n in shared.dims.found}
+    keys = {n: n.args[1] for n in shared.own if n.target is ATTENTION}
+    attends = [n for n, k in keys.items() if isinstance(k, fx.Node) and shared.dims.at(n, k)]
+    for _ in resize(graph, shared, partial(_stretched, region=region)):
+        pass
+    _cross(graph, edges, found, region)
+    return attends
+
+
+@dataclass(frozen=True)
+class TokenEdge:
+    """A value, and who reads it as being of other tokens: of all, in a chunk; None: of a rank's own. version: how often
+    the value has been written before."""
+
+    reader: fx.Node
+    read: fx.Node
+    chunk: str | None
+    version: int
+    seam: bool = False  # it comes from another chunk, as a rank's own
+
+
+def _edges(graph: fx.Graph, shared: SharedTokens, chunks: Mapping[fx.Node, str]) -> Iterator[TokenEdge]:
+    """Where values are read that are of other tokens. Between chunks all are a rank's own."""
+    times = times_written(graph.nodes)
+    for node in graph.nodes:
+        for read in (x for x in node.all_input_nodes if x in shared.full or x in shared.own):
+            here, seam = chunks.get(node, ""), read in shared.full and chunks.get(node) != chunks.get(read)
+            if node in shared.full and (read in shared.own or seam):
+                yield TokenEdge(node, read, here, times[node, read], seam)
+            elif node not in shared.full and read in shared.full:
+                yield TokenEdge(node, read, None, times[node, read], seam)
+
+
+def _wrong(graph: fx.Graph, shared: SharedTokens, edges: Collection[TokenEdge]) -> ShardMismatch | None:
     result = next(n for n in graph.nodes if n.op == "output").args[0]
-    wrong = _written_apart(graph, pairs) or wrong
-    if wrong is None and len(whole) != len(some):
-        wrong = ShardMismatch(whole[-1], OTHERWISE)
-    if wrong is None and dims.found.get(result) != (1, 1):
-        wrong = ShardMismatch(result, "has not this rank's tokens in its second dim")
-    if wrong is not None:
-        raise refused(wrong, "parallel.cp", "cp = 1")
-    for node, of in pairs.items():
-        node.meta["val"] = of.meta.get("val")
-        if node.op == "call_function" and node.target is not ATTENTION:
-            node.args, node.kwargs = with_sizes(node, of)
-    attentions = [n for n in pairs if n.target is ATTENTION and isinstance(k := n.args[1], fx.Node) and dims.at(n, k)]
-    for node in pairs:
-        stretch_constants(graph, node, dims, partial(_stretched, region=region))
-    ids = whole[0]
-    with graph.inserting_after(ids):
-        own = graph.call_function(_stretched(1, region), (ids,))
-    own.meta = dict(ids.meta)
-    ids.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
-    return attentions
+    if (wrong := shared.wrong(graph)) is not None:
+        return wrong
+    if shared.dims.found.get(result) != (1, 1):
+        return ShardMismatch(result, "has not this rank's tokens in its second dim")
+    odd = (e for e in edges if e.read not in shared.dims.found or (e.seam and e.version))
+    return next((ShardMismatch(e.read, MIXED) for e in odd), None)
+
+
+def _cross(graph: fx.Graph, edges: Collection[TokenEdge], found: Between, region: RankRegion) -> None:
+    """Put what moves tokens between values and their readers, once for the readers of a chunk."""
+    made = dict[tuple[fx.Node, str | None, int], fx.Node]()
+
+    def moved(edge: TokenEdge, read: fx.Node) -> fx.Node:
+        key = edge.read, edge.chunk, edge.version
+        if key not in made:
+            dim, repeats, value = found[edge.read]
+            if edge.chunk is None:
+                move, value = own_tokens, value.narrow(dim, 0, value.shape[dim] // region.cp.size)
+            else:
+                move = whole_sequences if floating(value) else whole_numbers
+            early = edge.chunk is None and edge.seam
+            with graph.inserting_after(read) if early else graph.inserting_before(edge.reader):
+                made[key] = graph.call_function(along(of_region(move, region), dim, repeats), (read,))
+            near = read if early or edge.reader.op == "output" else edge.reader
+            made[key].meta = {**near.meta, "val": value}
+        return made[key]
+
+    for edge in edges:
+        own = moved(replace(edge, chunk=None), edge.read) if edge.seam else edge.read
+        edge.reader.replace_input_with(edge.read, moved(edge, own))
+
+
+def whole_sequences(x: Tensor, region: RankRegion) -> Tensor:
+    """(…, this rank's tokens, features) → (…, tokens, features), the same on every rank, which goes on with its part of
+    the gradient."""
+    return across(x, partial(_gathered, region.cp), partial(_summed, region.cp))
+
+
+def whole_numbers(x: Tensor, region: RankRegion) -> Tensor:
+    """The same of numbers and flags, which have no gradient."""
+    return _gathered(region.cp, x.to(torch.int32) if x.dtype is torch.bool else x).to(x.dtype)
+
+
+def own_tokens(x: Tensor, region: RankRegion) -> Tensor:
+    """The way back: of (…, tokens, features) this rank's, whose gradient is its part of the whole's."""
+    return stretches(x, region.cp.size, region.cp.index, -2)
+
+
+def _gathered(cp: RankAxis, x: Tensor) -> Tensor:
+    """Ranks' two stretches each, in the order of the sequence."""
+    halves = [part.chunk(2, -2) for part in cp.gather(x.detach().contiguous())]
+    return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))], -2)
+
+
+def _summed(cp: RankAxis, dy: Tensor) -> Tensor:
+    return cp.scatter(torch.stack([stretches(dy, cp.size, rank, -2) for rank in range(cp.size)]))
 
 
 def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: RankRegion) -> None:
@@ -127,60 +198,6 @@ def _unrepeated(x: Any) -> fx.Node | None:
     return few if same and x.meta["val"].shape == (batch, heads * times, *rest) else None
 
 
-def of_tokens(graph: fx.Graph) -> list[fx.Node]:
-    """The ids, and what depends on them, in order. Not what has their dtype alone, unless tokens are written to it."""
-    base, made = storages(graph.nodes), set[fx.Node]()
-    ids = next(n for n in graph.nodes if n.op == "placeholder")
-    while True:
-        out = {ids: None}
-        for node in graph.nodes:
-            if node.op != "output" and any(x in out for x in _values(node, made)):
-                out[node] = None
-        apart = {base[t] for n in out for t in written(n)} - out.keys()
-        more = {n for n in ancestors(apart) if n.target in MADE} - made
-        if not more:
-            return list(out)
-        made |= more
-
-
-def _values(node: fx.Node, made: Collection[fx.Node]) -> list[fx.Node]:
-    """Of what a node is given, that whose values it has."""
-    if node.target in MADE and node not in made:
-        return []
-    return node.all_input_nodes[:1] if node.target in TYPED else node.all_input_nodes
-
-
-def _written_apart(graph: fx.Graph, pairs: Mapping[fx.Node, fx.Node]) -> ShardMismatch | None:
-    """What is made for whole sequences, and is written with what a rank has of them."""
-    base = storages(graph.nodes)
-    wrong = (n for n in pairs for t in written(n) if base[t] not in pairs)
-    return next((ShardMismatch(n, "writes what was made without tokens") for n in wrong), None)
-
-
-def with_sizes(node: fx.Node, of: fx.Node) -> tuple[Any, Any]:
-    """A node's arguments with the sizes of another call."""
-    sizes, theirs = sizes_of(node), arguments(of)
-    mine = {name: theirs.get(name, x) if name in sizes else x for name, x in arguments(node).items()}
-    return tuple(mine.values())[: len(node.args)], {name: mine[name] for name in node.kwargs}
-
-
-def stretch_constants(graph: fx.Graph, node: fx.Node, dims: TokenDims, own: Callable[[int], Moved]) -> list[fx.Node]:
-    """Have a node read this rank's stretches of what is there for whole sequences. own: what takes them, along a dim.
-    Returns what does.
-    """
-    made = list[fx.Node]()
-    for read in list(node.all_input_nodes):
-        if (dim := dims.entered.get((node, read))) is None:
-            continue
-        with graph.inserting_before(node):
-            part = graph.call_function(own(dim), (read,))
-        value = read.meta["val"]
-        part.meta = {**node.meta, "val": value.narrow(dim, 0, value.shape[dim] // dims.ranks)}
-        node.replace_input_with(read, part)
-        made.append(part)
-    return made
-
-
 def _stretched(dim: int, region: RankRegion) -> Moved:
     """What takes this rank's tokens, which lie along a dim."""
 
@@ -196,22 +213,3 @@ def _attention(region: RankRegion) -> Callable[..., Tensor]:
         return attend_across(q, k, v, mask, causal, scale, region)
 
     return attention_across
-
-
-def _ends_on_tokens(node: fx.Node, dims: Followed) -> bool:
-    """Whether what tp's ranks gather is tokens."""
-    return any(dims[x][0] == len(shape_of(x) or ()) - 1 for x in dims)
-
-
-def refused(wrong: ShardMismatch, key: str, fix: str) -> PiperError:
-    """The error of what a rank cannot compute of its tokens alone."""
-    node = wrong.node
-    message = f"{node.target} in {module_of(node) or 'forward'} {wrong.why}"
-    return PiperError(ErrorKind.MODEL, message, key=key, allowed=ALLOWED, suggestion=fix)
-
-
-CHECKS: Mapping[Any, Callable[[fx.Node, Followed], bool]] = {
-    MARK: lambda _, dims: any(dim for dim, _ in dims.values()),  # rows of tokens, each by itself
-    LEAVE: lambda *_: False,
-    FEATURES: _ends_on_tokens,
-}

@@ -203,8 +203,7 @@ def test_gradients_by_the_number_of_words_are_of_all_tokens() -> None:
         PiperError, match=r"embed is a Embedding that counts words .*, which embedding_rowwise does not divide"
     ):
         _far(Counted, embed="embedding_rowwise")
-    with pytest.raises(PiperError, match="reads along the tokens of a sequence, of which a rank has some"):
-        far_apart(Counted, ids, Grid(1, 2))
+    assert far_apart(Counted, ids, Grid(1, 2)) <= 1e-12  # all ranks look up all words
 
 
 class Experts(nn.Module):

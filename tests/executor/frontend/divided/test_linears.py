@@ -73,7 +73,7 @@ def test_gradients_of_head_norms_that_nobody_sums_would_be_seen(
 ) -> None:
     spoilt = tmp_path / "model.json"
     spoilt.write_text(json.dumps({**json.loads(Path(hub._graph("qwen3", 2)).read_text()), "partly": []}))
-    monkeypatch.setattr(hub, "_graph", lambda name, tp, ep: str(spoilt))
+    monkeypatch.setattr(hub, "_graph", lambda *_: str(spoilt))
     with pytest.raises(AssertionError, match=r"copies of param/.*\.q_norm\.weight differ"):
         hub.far("qwen3", "parallel.tp=2", *_sets(SHAPES[0]))
 

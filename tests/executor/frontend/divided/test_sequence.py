@@ -45,8 +45,7 @@ ATTENDS = (
     "repeated heads written",
 )
 EACH = [n for n in ALONE if n not in ATTENDS]
-# They write to what others read, or go another way for fewer tokens.
-REFUSED = {f"{n} of tokens" for n in ("filled in place", "written", "unrolled", "a part by length")}
+REFUSED = {f"{n} of tokens" for n in ("filled in place", "written")}  # what others read
 OPS = {**ALONE, **{f"{n} of tokens": op for n, op in ACROSS.items()}}
 # What is divided has all tokens, and looks at them as it likes.
 Inner = Callable[[Tensor], Tensor]
@@ -117,7 +116,7 @@ def test_what_ranks_do_between_is_the_same(name: str) -> None:
     assert far_apart(lambda: Net((OPS[name], torch.tanh)), IDS, _grid()) <= 1e-12
 
 
-WHY = "is written where ranks have other tokens|is called otherwise for"
+WHY = "is written where ranks have other tokens"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
