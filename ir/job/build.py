@@ -1,5 +1,6 @@
 """From a job to its graph, strategy and plan. The same for the simulator and for the executor."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,8 +54,8 @@ class PreparedJob:
     @property
     def layers(self) -> tuple[int, ...]:
         """Decoder layers of each stage, as `[parallel] layers` would list them."""
-        held = {(e.stage, e.chunk.name) for e in self.base.entries if "L" in e.chunk.tags}
-        return tuple(sum(s == stage for s, _ in held) for stage in range(self.stages))
+        count = Counter(s for s, _ in {(e.stage, e.chunk.name) for e in self.base.entries if "L" in e.chunk.tags})
+        return tuple(count[stage] for stage in range(self.stages))
 
     @property
     def layout(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -96,25 +97,30 @@ def _illegal(message: str) -> PiperError:
 DIM = "MB"
 
 
-def placing(schedule: Schedule) -> list[Directive]:
+def placing(schedule: Schedule) -> tuple[Directive, ...]:
     """The split and the places.
 
     >>> from ir.schedules.registry import build
     >>> [str(d) for d in placing(build("dualpipe", 2, 4))][1]
     'place({"PP": 0, "MB": "0..1"}, group=0)'
     """
-    out: list[Directive] = [SplitDirective(parse_filter({}), DIM, schedule.microbatches)]
+    return _placing(schedule.microbatches, schedule.placements)
+
+
+@lru_cache(maxsize=64)  # schedules of one shape, and jobs that differ in costs alone, stand alike
+def _placing(microbatches: int, placements: tuple[StagePlacement, ...]) -> tuple[Directive, ...]:
+    out: list[Directive] = [SplitDirective(parse_filter({}), DIM, microbatches)]
     where: dict[tuple[int, ...], list[str]] = {}
-    for p in schedule.placements:
+    for p in placements:
         if p.mbs:  # a single microbatch leaves DualPipe's second direction empty
             where.setdefault(p.rank_of_stage, []).append(f"{p.mbs.start}..{p.mbs.stop - 1}")
     for ranks, mbs in where.items():
         for stage, rank in enumerate(ranks):
             tags: dict[str, object] = {"PP": stage}
-            if len(schedule.placements) > 1:
+            if len(placements) > 1:
                 tags[DIM] = ",".join(mbs)
             out.append(PlaceDirective(parse_filter(tags), rank))
-    return out
+    return tuple(out)
 
 
 def ordering(schedule: Schedule) -> Directive:

@@ -1,6 +1,6 @@
 """Which chunks stand on which stage: decoder layers by count, embedding first, head and MTP last."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -171,7 +171,7 @@ def _cut(chunks: Sequence[Chunk], counts: Sequence[int]) -> Stages:
     at = [i for i, c in enumerate(chunks) if _is_layer(c)]
     ends = list(accumulate(counts))
     # The stage of the k-th decoder layer; what stands before the first or behind the last goes to the outer stages.
-    stage_of = [next(s for s, end in enumerate(ends) if k < end) for k in range(len(at))]
+    stage_of = [bisect_right(ends, k) for k in range(len(at))]
     out: list[list[Chunk]] = [[] for _ in counts]
     for i, chunk in enumerate(chunks):
         if i < at[0]:

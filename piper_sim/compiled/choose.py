@@ -76,7 +76,9 @@ def _repeats(scenario: EngineScenario, ran: EngineRun) -> bool:
 def _state(scenario: EngineScenario) -> tuple[IntArray, IntArray]:
     """What a step leaves to the next: (ops whose end counts, ops whose dispatch does)."""
     plan, host = scenario.plan, scenario.host
-    ends = [np.array([queue[-1] for queue in plan.queues]), scenario.before]
+    counts = np.zeros(len(plan), dtype=np.bool_)
+    counts[[queue[-1] for queue in plan.queues]] = True
+    counts[scenario.before] = True
     if host is not None:
-        ends.append(host.hold.items[host.hold.items >= len(plan)] - len(plan))
-    return np.unique(np.concatenate(ends)), plan.bounds[1:] - 1
+        counts[host.hold.items[host.hold.items >= len(plan)] - len(plan)] = True
+    return np.flatnonzero(counts), plan.bounds[1:] - 1

@@ -30,7 +30,7 @@ from ir.graph.graph import GraphNode, PerStepOp
 from ir.job.build import PreparedJob
 from ir.plan.plan import OpKind, Plan
 from piper_sim.folding import DevicePlacement, RankClasses, RankSlot, RankSpread
-from piper_sim.folding.uses import CollectiveUse, joined, shape_axes, uses
+from piper_sim.folding.uses import CollectiveUse, joined, shape_axes
 from piper_sim.pricing.copies import copy_seconds
 from piper_sim.pricing.cp_ring import around_ring, ring_messages
 from piper_sim.pricing.measured import MODELLED, MeasuredCosts, scaled
@@ -38,10 +38,12 @@ from piper_sim.pricing.stage_times import given_numbers, scaled_to_stage_times
 from piper_sim.pricing.structure import (
     KERNELS,
     CostShare,
+    collectives,
     computed,
     different_messages,
     different_nodes,
     different_ops,
+    different_seats,
     shape_kinds,
     transfers,
 )
@@ -132,10 +134,10 @@ class CostModel:
         kinds = shape_kinds(plan)[shape]
         comm = kinds != OpKind.COMPUTE
         duration[:, comm] = wire[:, comm]
-        ops, messages, carried = transfers(plan)
+        ops, peer, messages, carried = transfers(plan)
         if len(ops):
             seconds = np.array([self._transfer(m) for m in messages])[carried]
-            near = self.ground.node[program[ops]] == self.ground.node[[plan.shapes[s].peer for s in shape[ops]]]
+            near = self.ground.node[program[ops]] == self.ground.node[peer]
             duration[:, ops] = np.where(near[:, first].T, seconds[:, 0], seconds[:, 1])
         duration, shares = duration.take(at, axis=1), shares.take(at, axis=1)
         if self.copies:
@@ -147,20 +149,8 @@ class CostModel:
 
     def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
         """(tables of seconds of every shape, which one holds for [class, program]): one where all groups lie alike."""
-        found = uses(plan, self.ground.positions.programs)
-        joint, own = ([u for u in found if bool(u.programs) is j] for j in (True, False))
-        number: dict[tuple[RankSpread, ...], int] = {}
-        tables: list[_Table] = []
-        which = np.empty((len(first), plan.programs), dtype=np.int64)
-        for k, q in enumerate(first.tolist()):
-            lie = [self.ground.spread(u, RankSlot(0, q)) for u in joint]
-            for p in range(plan.programs):
-                key = (*lie, *(self.ground.spread(u, RankSlot(p, q)) for u in own))
-                if key not in number:
-                    number[key] = len(tables)
-                    tables.append(self._table(plan, RankSlot(p, q)))
-                which[k, p] = number[key]
-        return tables, which
+        seats, which = different_seats(plan, self.ground, tuple(first.tolist()))
+        return [self._table(plan, seat) for seat in seats], which
 
     def _table(self, plan: Plan, seat: RankSlot) -> _Table:
         """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""
@@ -171,16 +161,14 @@ class CostModel:
         times = self.job.costs.stage_times
         if times is not None:
             node, message = scaled_to_stage_times(plan.graph, node, message, times)
-        shares, wire = np.zeros((len(plan.shapes), len(CostShare))), np.zeros(len(plan.shapes))
-        shape, covered = computed(plan)
-        np.add.at(shares, shape, quantised(node)[covered])
-        for i in np.flatnonzero(shape_kinds(plan) == OpKind.COLLECTIVE).tolist():
-            s = plan.shapes[i]
-            if s.covers:
-                wire[i] = message[s.covers[0][0]]
-            elif s.message is not None:
-                wire[i] = self.message(s.message, (), seat, zero3=True)
-        return _Table(shares, quantised(wire))
+        (shape, covered), kinds = computed(plan), len(CostShare)
+        entry = (shape[:, None] * kinds + np.arange(kinds)).ravel()
+        shares = np.asarray(np.bincount(entry, quantised(node)[covered].ravel(), len(plan.shapes) * kinds), np.float64)
+        wire = np.zeros(len(plan.shapes))
+        of_nodes, first, own, messages, carried = collectives(plan)
+        wire[of_nodes] = message[first]
+        wire[own] = np.array([self.message(m, (), seat, zero3=True) for m in messages], dtype=np.float64)[carried]
+        return _Table(shares.reshape(-1, kinds), quantised(wire))
 
     def _slowed(
         self, plan: Plan, alone: FloatArray, program: IntArray, shape: IntArray, first: IntArray | None

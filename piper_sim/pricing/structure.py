@@ -10,7 +10,8 @@ from ir.core.work import Message
 from ir.graph.graph import GraphNode
 from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, Plan, covers_of
-from piper_sim.folding.uses import joined, message_of
+from piper_sim.folding import DevicePlacement, RankSlot, RankSpread
+from piper_sim.folding.uses import joined, message_of, uses
 
 
 class CostShare(IntEnum):
@@ -62,20 +63,58 @@ def different_ops(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
 
 
 @once_per_plan
+def different_seats(plan: Plan, ground: DevicePlacement, first: tuple[int, ...]) -> tuple[list[RankSlot], IntArray]:
+    """(ranks whose groups lie differently, [class, program] as which of them): one where all groups lie alike.
+
+    first: the position that stands for each class.
+    """
+    found = uses(plan, ground.positions.programs)
+    joint, own = ([u for u in found if bool(u.programs) is j] for j in (True, False))
+    number: dict[tuple[RankSpread, ...], int] = {}
+    seats: list[RankSlot] = []
+    which = np.empty((len(first), plan.programs), dtype=np.int64)
+    for k, q in enumerate(first):
+        lie = [ground.spread(u, RankSlot(0, q)) for u in joint]
+        for p in range(plan.programs):
+            seat = RankSlot(p, q)
+            key = (*lie, *(ground.spread(u, seat) for u in own))
+            if key not in number:
+                number[key] = len(seats)
+                seats.append(seat)
+            which[k, p] = number[key]
+    return seats, which
+
+
+@once_per_plan
 def shape_kinds(plan: Plan) -> IntArray:
     """[shape] its `OpKind`."""
     return np.array([s.kind for s in plan.shapes], dtype=np.int64)
 
 
 @once_per_plan
-def transfers(plan: Plan) -> tuple[IntArray, list[Message], IntArray]:
-    """(of `different_ops` the sends and receives, messages that differ, which of these each carries)."""
+def transfers(plan: Plan) -> tuple[IntArray, IntArray, list[Message], IntArray]:
+    """(of `different_ops` the sends and receives, their peers, messages that differ, which of these each carries)."""
     _, shape, _ = different_ops(plan)
     kinds = shape_kinds(plan)[shape]
     ops = np.flatnonzero((kinds == OpKind.SEND) | (kinds == OpKind.RECV))
     carried = [message_of(plan, plan.shapes[s]) for s in shape[ops]]
     number = {m: k for k, m in enumerate(dict.fromkeys(carried))}
-    return ops, list(number), np.array([number[m] for m in carried], dtype=np.int64)
+    peer = np.array([plan.shapes[s].peer for s in shape[ops]], dtype=np.int64)
+    return ops, peer, list(number), np.array([number[m] for m in carried], dtype=np.int64)
+
+
+@once_per_plan
+def collectives(plan: Plan) -> tuple[IntArray, IntArray, IntArray, list[Message], IntArray]:
+    """(shapes of collectives that are nodes, the first node of each, those of messages of their own, messages that
+    differ, which of these each carries)."""
+    shapes = [(i, s) for i, s in enumerate(plan.shapes) if s.kind is OpKind.COLLECTIVE]
+    nodes = [(i, s.covers[0][0]) for i, s in shapes if s.covers]
+    own = [(i, s.message) for i, s in shapes if s.message is not None and not s.covers]
+    number = {m: k for k, m in enumerate(dict.fromkeys(m for _, m in own))}
+    alone = [(i, number[m]) for i, m in own]
+    columns = (np.array(pairs, dtype=np.int64).reshape(-1, 2).T for pairs in (nodes, alone))
+    (of_nodes, first), (of_messages, carried) = columns
+    return of_nodes, first, of_messages, list(number), carried
 
 
 @once_per_plan
