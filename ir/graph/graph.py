@@ -97,6 +97,8 @@ class GraphNode(Struct, frozen=True):
     @property
     def groups(self) -> tuple[int, ...]:
         """The groups it has instances on, in ascending order."""
+        if len(self.spans) == 1:
+            return (self.spans[0].group,)
         return tuple(sorted({s.group for s in self.spans}))
 
     def doing(

@@ -90,11 +90,14 @@ class _Once:
         if clip and self.ranks > 1:
             message = Message(MessageKind.ALL_REDUCE, 8, ALL_AXES)
             norm = self._add(0, PerStepOp.NORM, "", programs, stream="dp", message=message, writes=_DONE)
+        least: dict[int, int] = {}  # the first stage with work on each program
+        for n in self.graph.nodes:
+            for s in () if n.once else n.spans:
+                least[s.group] = min(n.stage, least.get(s.group, n.stage))
         for p in programs:
             numel = sum(b.shard if b.replica.zero else b.numel for b in self.found if p in b.owners)
-            placed = (n.stage for n in self.graph.nodes for s in n.spans if s.group == p and not n.once)
             keys = dict(numel=numel, writes=_DONE, **self._matrices(p))
-            update = self._add(min(placed, default=0), PerStepOp.UPDATE, f"p{p}", (p,), **keys)
+            update = self._add(least.get(p, 0), PerStepOp.UPDATE, f"p{p}", (p,), **keys)
             for src in dict.fromkeys(self.ready[p]):
                 self.edges.append(GraphEdge(src, update if norm is None else norm, 0, join=True))
             if norm is not None:

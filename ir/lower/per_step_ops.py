@@ -12,28 +12,29 @@ from ir.plan.names import node_shape
 def once_rows(draft: PlanBuilder) -> None:
     """Add a row per once-node and member program, with the waits for what it joins."""
     graph, new = draft.graph, _New(draft)
+    groups = {i: n.groups for i, n in enumerate(graph.nodes) if n.once}
     sources, latest = _sources(graph), _latest(draft)
-    reductions = [i for i, n in enumerate(graph.nodes) if n.once and n.kind not in TAIL]
-    first = {i: next((s for s in sources[i] if graph.nodes[s].once), i) for i in reductions}
-    last = {(i, p): _last(draft, latest, sources[first[i]], p) for i in reductions for p in graph.nodes[i].groups}
+    reductions = [i for i in groups if graph.nodes[i].kind not in TAIL]
+    first = {i: next((s for s in sources[i] if s in groups), i) for i in reductions}
+    last = {(i, p): latest[first[i]][p] for i in reductions for p in groups[i]}
     end = [int(n) for n in np.diff(draft.start)]
     front = [(n - 1) * draft.policy.reduce_behind for n in end]
-    for rank, i in enumerate(canonical(draft, first, last)):
-        members, contributions = [], []
-        for p in graph.nodes[i].groups:
+    for rank, i in enumerate(canonical(draft, groups, first, last)):
+        members, contributions, shape = [], [], draft.shape(node_shape(graph, i))
+        for p in groups[i]:
             own = last[i, p]
             front[p] = max(front[p], own)
-            members.append(new.row(i, p, front[p] * STEP + STEP // 2, rank, own))
+            members.append(new.row(i, p, shape, front[p] * STEP + STEP // 2, rank, own))
             if first[i] != i:
                 draft.further.append((members[-1], draft.once_rows[first[i], p]))
-            contributions.append(int(draft.start[p]) + own)
+            contributions.append(new.start[p] + own)
         draft.reductions.append((members, contributions))
         new.meet(members)
     for rank, kind in enumerate(TAIL):
-        for i in [i for i, n in enumerate(graph.nodes) if n.kind is kind]:
-            members = []
-            for p in graph.nodes[i].groups:
-                members.append(new.row(i, p, (end[p] + rank) * STEP, i, _last(draft, latest, sources[i], p)))
+        for i in [i for i in groups if graph.nodes[i].kind is kind]:
+            members, shape = [], draft.shape(node_shape(graph, i))
+            for p in groups[i]:
+                members.append(new.row(i, p, shape, (end[p] + rank) * STEP, i, latest[i][p]))
                 before = [draft.once_rows[s, p] for s in sources[i] if (s, p) in draft.once_rows]
                 new.waits += [(members[-1], b) for b in before]
             new.meet(members)
@@ -45,17 +46,17 @@ class _New:
     """Rows to be added, all at once."""
 
     def __init__(self, draft: PlanBuilder) -> None:
-        self.draft, self.first = draft, len(draft.rows)
+        self.draft, self.first, self.start = draft, len(draft.rows), draft.start.tolist()
         self.rows: list[tuple[int, int, int, int]] = []  # program, shape, key, sub
         self.waits: list[tuple[int, int]] = []
 
-    def row(self, node: int, program: int, key: int, sub: int, own: int) -> int:
+    def row(self, node: int, program: int, shape: int, key: int, sub: int, own: int) -> int:
         """The row of one member, which waits for its program's last contribution (a local position; -1: none)."""
         row = self.first + len(self.rows)
-        self.rows.append((program, self.draft.shape(node_shape(self.draft.graph, node)), key, sub))
+        self.rows.append((program, shape, key, sub))
         self.draft.once_rows[node, program] = row
         if own >= 0:
-            self.waits.append((row, int(self.draft.start[program]) + own))
+            self.waits.append((row, self.start[program] + own))
         return row
 
     def meet(self, members: list[int]) -> None:
@@ -71,23 +72,22 @@ class _New:
         self.draft.wait(row, on)
 
 
-def canonical(draft: PlanBuilder, first: dict[int, int], last: dict[tuple[int, int], int]) -> list[int]:
+def canonical(
+    draft: PlanBuilder, groups: dict[int, tuple[int, ...]], first: dict[int, int], last: dict[tuple[int, int], int]
+) -> list[int]:
     """One order of collectives for all programs: by the latest last contribution over the owners, owners, chunk.
 
     How late a contribution is, is counted in units to its program's end, which all programs reach together; within one,
     by the first owner's ops. Each owner has a gradient of each of its buckets.
 
-    first: of each collective the one that it sums further, behind which it stands, or itself.
+    groups: of each node. first: of each collective the one that it sums further, behind which it stands, or itself.
     """
-    rows, ends = draft.rows, [int(draft.rows.unit[e - 1]) for e in draft.start[1:].tolist()]
-
-    def slack(i: int) -> int:
-        groups = draft.graph.nodes[i].groups
-        return min(ends[p] - int(rows.unit[draft.start[p] + last[i, p]]) for p in groups)
+    unit, start = draft.rows.unit.tolist(), draft.start.tolist()
+    ends = [unit[e - 1] for e in start[1:]]
 
     def place(i: int) -> tuple[int, tuple[int, ...], int, int]:
-        groups = draft.graph.nodes[i].groups
-        return -slack(i), groups, last[i, groups[0]], i  # within a unit: as they are whole
+        slack = min(ends[p] - unit[start[p] + last[i, p]] for p in groups[i])
+        return -slack, groups[i], last[i, groups[i][0]], i  # within a unit: as they are whole
 
     return sorted(first, key=lambda i: (place(first[i]), i))
 
@@ -101,19 +101,17 @@ def _sources(graph: Graph) -> list[list[int]]:
 
 
 def _latest(draft: PlanBuilder) -> list[list[int]]:
-    """[program][node] its last base row there, -1 if it has none."""
-    row = draft.inst[draft.inst >= 0]
-    node = np.nonzero(draft.inst >= 0)[0]
-    out = np.full((len(draft.start) - 1, len(draft.inst)), -1, dtype=np.int64)
-    np.maximum.at(out, (draft.rows.program[row], node), row)
+    """[node][program] local position of the last base row there that contributes to it, -1 if none does."""
+    inst, programs = draft.inst, len(draft.start) - 1
+    joins = [(e.src, e.dst) for e in draft.graph.edges if e.join]
+    row, node = inst[inst >= 0], np.nonzero(inst >= 0)[0]
+    own = np.full((len(inst), programs), -1, dtype=np.int64)
+    np.maximum.at(own, (node, draft.rows.program[row]), draft.local(row))
+    out = np.full_like(own, -1)
+    src, dst = np.array(joins, dtype=np.int64).reshape(-1, 2).T
+    np.maximum.at(out, dst, own[src])
     found: list[list[int]] = out.tolist()
     return found
-
-
-def _last(draft: PlanBuilder, latest: list[list[int]], sources: list[int], program: int) -> int:
-    """Local position of the last base row on `program` that contributes, -1 if none does."""
-    row = max((latest[program][s] for s in sources), default=-1)
-    return row - int(draft.start[program]) if row >= 0 else -1
 
 
 def collective_ids(draft: PlanBuilder) -> IntArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,7 +12,7 @@ from ir.graph.graph import PerStepOp
 from ir.graph.sync import buckets
 from ir.graph.zero import part_nodes
 from ir.plan.kept import once_per_plan
-from ir.plan.plan import OpKind, OpLists, Plan
+from ir.plan.plan import OpKind, OpLists, Plan, covers_of, spread
 
 
 class MessageMode(StrEnum):
@@ -151,26 +150,21 @@ def _weights(plan: Plan) -> tuple[list[int], list[int]]:
     if not gathers:
         return row, on
     readers = {b.key: part_nodes(plan.graph, b) for b in buckets(plan.graph)}
-    covered, first = _covered(plan), _first_rows(plan)
+    first = _first_rows(plan)
     for i in gathers:
         n = plan.graph.nodes[i]
-        reads, makes = ({k for node in nodes for k in covered.get(node, ())} for nodes in (readers[n.bucket], [i]))
-        for p in n.groups:
-            row.append(min(first[p, k] for k in reads if (p, k) in first))
-            on.append(min(first[p, k] for k in makes if (p, k) in first))
+        groups, reads = list(n.groups), readers[n.bucket]
+        row += first[reads][:, groups].min(axis=0).tolist()
+        on += first[i, groups].tolist()
     return row, on
 
 
-def _covered(plan: Plan) -> dict[int, list[int]]:
-    """node -> the shapes that cover it."""
-    out: dict[int, list[int]] = defaultdict(list)
-    for k, s in enumerate(plan.shapes):
-        for node in {n for n, _ in s.covers}:
-            out[node].append(k)
+def _first_rows(plan: Plan) -> IntArray:
+    """[node, program] the first op that covers it there; behind all ops where none does."""
+    found, op = np.unique(plan.program * len(plan.shapes) + plan.shape, return_index=True)
+    program, shape = np.divmod(found, len(plan.shapes))
+    covering, _, node, _ = covers_of(plan.shapes).T
+    at, cover = spread(covering, shape, len(plan.shapes))
+    out = np.full((len(plan.graph.nodes), plan.programs), len(plan), dtype=np.int64)
+    np.minimum.at(out, (node[cover], program[at]), op[at])
     return out
-
-
-def _first_rows(plan: Plan) -> dict[tuple[int, int], int]:
-    """(program, shape) → its first op."""
-    found, row = np.unique(plan.program * len(plan.shapes) + plan.shape, return_index=True)
-    return {divmod(k, len(plan.shapes)): i for k, i in zip(found.tolist(), row.tolist(), strict=True)}
