@@ -13,14 +13,10 @@ class DType(StrEnum):
     FP16 = "fp16"
     FP8 = "fp8"
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of one element.
+    bytes: int  # of one element
 
-        >>> DType.BF16.bytes
-        2
-        """
-        return {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}[self.value]
+    def __init__(self, text: str) -> None:
+        self.bytes = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}[text]
 
 
 class KernelKind(StrEnum):

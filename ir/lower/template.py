@@ -52,7 +52,7 @@ class PlanTemplates:
         several = {stage for stage, mine in sums.items() if len(mine) > 1}
         self.divided = set() if policy.reduce_behind else several  # reduced in several pieces, beside what is left
         # Compute that reads a collective's result must not drag what stands before it into its wait.
-        self._waiting = {e.dst for e in graph.edges if not nodes[e.src].once and nodes[e.src].stream != COMPUTE}
+        self._waiting = {e.dst for e in graph.edges if nodes[e.src].stream != COMPUTE and not nodes[e.src].once}
 
     def build(self, key: PlanTemplateKey) -> list[TemplateRow]:
         """The rows of one unit.

@@ -87,7 +87,7 @@ class MessageNames:
         crossing = []
         for e in graph.edges:
             a, b = graph.nodes[e.src], graph.nodes[e.dst]
-            if not a.once and not b.once and a.stage != b.stage:
+            if a.stage != b.stage and not a.once and not b.once:
                 slot = (e.src, e.slot)
                 self._out[a.stage, _way(a.kind)].add(slot)
                 self._into[b.stage, _way(a.kind)].add(slot)

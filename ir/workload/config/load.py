@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError, nearest, same_name
-from ir.core.files import FileErrors, check_plain, read_json, typed
+from ir.core.files import FileErrors, check_plain, read_json, read_text, typed
 from ir.core.limits import LAYERS
 from ir.workload.config.forms import read_form
 from ir.workload.config.keys import INERT, OUTER, TYPES, UNBUILT, aliases
@@ -18,6 +18,8 @@ from ir.workload.config.values import ModelValues
 FORM = FileErrors("a model config", ErrorKind.MODEL, "model.config", 10**7, "a Hugging Face config.json", finite=False)
 _MODELLED = replace(FORM, finite=True)  # Mamba's configs hold infinite limits, of which nothing is read
 _PRESETS = Path(__file__).parent / "presets"
+_READ: dict[tuple[str, ...], ModelConfig] = {}  # by the file's text and all else: configurations of one job ask for one
+_MOST_READ = 16
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_num_layers")
 
 
@@ -45,7 +47,12 @@ def load_config(
     path = _find(name_or_path)
     label = name_or_path if path.parent == _PRESETS else str(path)
     with FORM.naming(label):
-        return config_from(raw_config(name_or_path), label, overrides or {}, beside)
+        key = (read_text(path, FORM), label, repr(overrides), repr(beside))
+        if key not in _READ:
+            if len(_READ) >= _MOST_READ:
+                _READ.pop(next(iter(_READ)))
+            _READ[key] = config_from(raw_config(name_or_path), label, overrides or {}, beside)
+        return _READ[key]
 
 
 def raw_config(name_or_path: str) -> dict[str, object]:
