@@ -104,7 +104,7 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
     path = str(folder)
     try:
         found = datasets.load_from_disk(path)
-    except (OSError, ValueError, TypeError, LookupError, ArrowException) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArrowException) as error:
         allowed = "a folder that Dataset.save_to_disk has made"
         raise form.wrong(f"no saved dataset: {error}", path, None, allowed) from error
     if isinstance(found, datasets.DatasetDict):
@@ -163,15 +163,27 @@ def _row_lengths(table: Any, name: str) -> np.ndarray:
 def _refuse_unread(table: Any, path: str, form: FileErrors) -> None:
     """Raise PiperError (job) for a column that is not read, and marks tokens that are not to be trained on."""
     for name in (n for n in UNREAD if n in table.column_names):
-        if _least(table.column(name)) == 0:
-            message = f"column {name} marks some tokens (0) that are not to be trained on, and is not read"
+        parts, said = _numbers(table.column(name)), None
+        low = min((p.min() for p in parts or () if len(p)), default=1)
+        if parts is None:
+            said = "is no list of numbers, or has holes"
+        elif low < 1:
+            less = f"weighs some tokens less than others ({low})"
+            said = "marks some tokens (0) that are not to be trained on" if low == 0 else less
+        if said:
+            message, fix = f"column {name} {said}, and is not read", f"remove_columns({name!r}), and all tokens count"
             allowed = f"rows without padding; a column {LABELS} that is {IGNORED} where a token counts for nothing"
-            raise form.wrong(message, path, None, allowed, f"remove_columns({name!r}), and all tokens count")
+            raise form.wrong(message, path, None, allowed, fix)
 
 
-def _least(column: Any) -> int | None:
-    """The least number of a column of lists; None where it holds none."""
-    from pyarrow import compute
-
-    lows = [compute.min(c.flatten()).as_py() for c in column.chunks if hasattr(c, "flatten")]
-    return min((int(low) for low in lows if isinstance(low, int)), default=None)
+def _numbers(column: Any) -> list[np.ndarray] | None:
+    """What a column's lists hold, however deep; None: something else than numbers, or holes beside them."""
+    found = []
+    for chunk in column.chunks:
+        while hasattr(chunk, "flatten"):
+            chunk = chunk.flatten()
+        part = None if getattr(chunk, "null_count", 1) else chunk.to_numpy(zero_copy_only=False)
+        if part is None or part.dtype.kind not in "biuf":
+            return None
+        found.append(part)
+    return found

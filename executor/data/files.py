@@ -117,15 +117,17 @@ def _indexed(file: Path, index: Path, form: FileErrors) -> str:
     if end != (held := file.stat().st_size):
         message = f"the index ends at byte {end} of a file of {held}"
         raise form.wrong(message, str(file), None, f"the tokens that {index.name} was written with")
+    if size > least and np.memmap(index, dtype="i1", mode="r", offset=least).any():
+        raise form.wrong("some sequences have a mode: they are no text", str(index), None, "sequences of mode 0")
     return _CODES[code]
 
 
 def check_vocabulary(tokens: Tokens, path: str, vocab: int, form: FileErrors = FORM) -> None:
     """Look at tokens all over a file, at all of a small one. Raises PiperError (job): one is outside the vocabulary."""
     labels = labels_of(tokens)
-    if labels is None and tokens.dtype.kind == "u" and vocab > np.iinfo(tokens.dtype).max:
-        return
     halves = Path(path).suffix == ".bin" and tokens.dtype == np.uint16 and len(tokens) % 2 == 0
+    if not halves and labels is None and tokens.dtype.kind == "u" and vocab > np.iinfo(tokens.dtype).max:
+        return
     for start, part in _sample(tokens, _BLOCK):
         refuse_outside(part, path, vocab, form)
         if labels is not None:

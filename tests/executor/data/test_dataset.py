@@ -70,7 +70,10 @@ def test_what_is_no_dataset_of_tokens_is_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "empty").mkdir()
     both = {"train": datasets.Dataset.from_dict({"input_ids": ROWS}), "test": datasets.Dataset.from_dict({"x": [1]})}
     datasets.DatasetDict(both).save_to_disk(str(tmp_path / "splits"))
+    broken = saved(tmp_path / "broken") / "dataset_info.json"
+    broken.write_text('{"features": 3}')
     cases = [
+        (broken.parent, "no saved dataset"),
         (tmp_path / "empty", "no saved dataset"),
         (tmp_path / "splits", "several splits"),
         (saved(tmp_path / "other", column="tokens"), "without the column input_ids: tokens"),
@@ -134,7 +137,14 @@ def test_masks_of_ones_say_nothing_and_what_marks_tokens_otherwise_is_not_silent
     for name in ("attention_mask", "loss_mask"):
         tokens = map_tokens(str(_set(tmp_path / name, **{name: ONES})), 128)
         assert tokens[:].tolist() == FLAT.tolist() and labels_of(tokens) is None
+    floats = _set(tmp_path / "ones", loss_mask=[[1.0] * len(row) for row in ROWS])
+    assert labels_of(map_tokens(str(floats), 128)) is None
     loud: dict[str, tuple[str, Any, str]] = {
+        "floats": ("loss_mask", [[*map(float, row[1:]), 0.0] for row in ONES], r"marks some tokens \(0\)"),
+        "halves": ("loss_mask", [[0.5]] * len(ROWS), r"weighs some tokens less than others \(0.5\)"),
+        "nested": ("attention_mask", [[[1, 0]]] * len(ROWS), r"marks some tokens \(0\)"),
+        "unread": ("attention_mask", [["no"]] * len(ROWS), "is no list of numbers"),
+        "none": ("loss_mask", [[1, None]] * len(ROWS), "is no list of numbers, or has holes"),
         "padded": ("attention_mask", [[*row[1:], 0] for row in ONES], r"attention_mask marks some tokens \(0\)"),
         "megatron": ("loss_mask", MASK, r"loss_mask marks some tokens \(0\)"),
         "fewer": ("labels", [[5, 6]] * len(ROWS), "row 0 has 7 of input_ids and 2 of labels"),

@@ -2,6 +2,7 @@
 
 import struct
 from collections import Counter
+from contextlib import nullcontext
 from math import factorial
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def _bad(path: Path, name: str) -> Path:
         "floats": _index(lengths, kind, code=7),
         "of another file": _index([10, 13], kind),
         "empty": _index([], kind),
+        "pictures": _index(lengths, kind) + b"\0\1",
     }
     if name in index:
         target.with_suffix(".idx").write_bytes(index[name])
@@ -160,6 +162,7 @@ def _bad(path: Path, name: str) -> Path:
 WRONG = {
     "magic": "no index of Megatron's", "cut off": "81 bytes", "head cut off": "no index", "version": "version 2",
     "floats": "number format 7", "of another file": "ends at byte 92 of a file of 88", "empty": "0 sequences",
+    "pictures": "have a mode",
     "odd": "1 bytes are left over", "uint32 as uint16": "name it .uint32", "floats in numpy": "4 elements of float64",
     "a table": "2 dimensions", "objects": "cannot read tokens", "no numpy": "cannot read tokens",
     "nothing in it": "cannot read tokens", "negative": "token -1 is outside", "missing": "cannot read tokens",
@@ -175,6 +178,18 @@ def test_bad_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
         source = FileTokens(str(path), 100)
         check_vocabulary(source.tokens, str(path), 100)
     assert WRONG[name] in str(info.value) and info.value.key == "data.source" and str(path)[:-4] in str(info.value)
+
+
+def test_uint32_is_seen_where_the_vocabulary_is_all_of_uint16_and_modes_of_text_pass(tmp_path: Path) -> None:
+    flat = tmp_path / "flat.bin"
+    for kind, said in (("<u4", "name it .uint32"), ("<u2", "")):
+        flat.write_bytes(TOKENS.astype(kind).tobytes())
+        with pytest.raises(PiperError, match=said) if said else nullcontext():
+            check_vocabulary(FileTokens(str(flat), 2**16).tokens, str(flat), 2**16)
+    path = _write(tmp_path, ".bin <i4")
+    index = path.with_suffix(".idx")
+    index.write_bytes(index.read_bytes() + bytes(3))
+    assert FileTokens(str(path), 128).tokens[:].tolist() == TOKENS.tolist()
 
 
 def test_a_token_that_no_sample_met_is_refused_where_it_is_read(tmp_path: Path) -> None:
