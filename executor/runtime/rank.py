@@ -183,9 +183,11 @@ def _peak(run: PlanInterpreter, local: RankModel, step: int, batches: Mapping[in
 def _beside(r: RankRun, local: RankModel, test: Batches | None, step: int, result: StepResult) -> None:
     """What is done behind a step: evaluate, and note it, where it is time to."""
     s, job, done = r.spec, r.prepared.job, step + 1
+    noted = done % job.run.log_every == 0 or done == s.options.steps
     if test is not None and done % (job.run.eval_every or 1) == 0:
         result.tests.update(r.evaluate(test(0)))
-    if s.log is not None and (done % job.run.log_every == 0 or done == s.options.steps):
+        noted = True
+    if s.log is not None and noted:
         found = [of_the_batch(r.prepared, r.program, losses) for losses in (result.losses, result.tests)]
         _note_step(s.log / f"steps-{r.program.rank}", step, r.run, result, *found)
     if step == s.saving.first and s.options.dump is not None:

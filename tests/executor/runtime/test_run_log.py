@@ -36,12 +36,21 @@ def test_evaluations_and_lines_say_what_the_run_does(sets: tuple[str, ...], tmp_
     evals = {e["step"]: e["loss"] for e in ran.object["evals"]}
     assert [evals[0], evals[1]] == pytest.approx(ran.object["losses"][1:], rel=1e-12) and evals[2] < evals[1]
     lines: list[dict[str, Any]] = [json.loads(x) for x in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in lines] == [1, 2] and [x["tokens"] for x in lines] == [64, 96]
+    assert [x["step"] for x in lines] == [0, 1, 2] and [x["tokens"] for x in lines] == [32, 64, 96]
     for line in lines:
         step = line["step"]
         assert (line["loss"], line["grad_norm"]) == (ran.object["losses"][step], ran.object["grad_norms"][step])
         assert line["eval_loss"] == evals[step] and line["step_s"] > 0 and line["lr"] == 1e-3
     assert len(ran.trace.op) == len(plain.trace.op)  # what is evaluated is no step of the trace
+
+
+def test_every_evaluation_has_a_line_and_no_other_step_gets_one(tmp_path: Path) -> None:
+    sets = "run.eval_every=3", "run.eval_source=synthetic", "run.log_every=5"
+    ran = run("parallel.pp=1", *sets, steps=6, out=tmp_path / "out")
+    lines = [json.loads(x) for x in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines] == [2, 4, 5]
+    found = [{"step": x["step"], "loss": x["eval_loss"]} for x in lines if "eval_loss" in x]
+    assert found == ran.object["evals"] and [x["step"] for x in found] == [2, 5]
 
 
 def test_an_evaluation_needs_both_what_and_when() -> None:
