@@ -18,7 +18,7 @@ LOG = FileErrors("a log or an event file of a training run", ErrorKind.JOB, "LOG
 _NUMBER = r"(\d{1,15}(?:\.\d{0,15})?(?:[eE][-+]?\d{1,2})?)"
 # (framework, a line of it, seconds of its unit). Megatron: training_log of its training.py; NeMo: its progress bar.
 _MEGATRON = rf"iteration\s+(\d{{1,9}})\s*/.{{0,200}}elapsed time per iteration \(ms\): {_NUMBER}"
-_NEMO = rf"global_step[:=]\s*(\d{{1,9}}).{{0,400}}train_step_timing in s[:=]\s*{_NUMBER}"
+_NEMO = rf"global_step[:=]\s*(\d{{1,9}})[^\r\n]{{0,400}}train_step_timing in s[:=]\s*{_NUMBER}"
 _LINES = (("megatron", re.compile(_MEGATRON), 1e-3), ("nemo", re.compile(_NEMO), 1.0))
 # torchtitan's logger writes when; its metrics line tells no seconds of a step, so they lie between two lines.
 _TITAN = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .{0,200}step:\s{0,9}(\d{1,9})\s.{0,200}tps:")

@@ -56,6 +56,7 @@ def events() -> bytes:
     [
         ("a.log", "megatron", (lines(MEGATRON, 1e3) + PEAK.format(30000.0) + PEAK.format(40960.0)).encode()),
         ("b.log", "nemo", lines(NEMO, 1.0).encode()),
+        ("bar.log", "nemo", lines(NEMO, 1.0).replace("\n", "\r").encode()),
         ("c.log", "torchtitan", titan()),
         ("events.out.tfevents.1715.node.1.0", "tensorboard", events()),
     ],
