@@ -87,8 +87,9 @@ def _grid(tries: Sequence[str]) -> list[dict[str, Any]]:
         if key.strip() in values:
             message, fix = f"{key.strip()} is given twice", f"--try '{key.strip()}=[…]' with all of its values"
             raise PiperError(ErrorKind.USAGE, message, key="--try", suggestion=fix)
-        with suppress(tomllib.TOMLDecodeError, RecursionError):
-            values[key.strip()] = tomllib.loads(f"v = {listed}")["v"]
+        with suppress(ValueError, TypeError, RecursionError):
+            read = tomllib.loads(f"v = {listed}")["v"]
+            values[key.strip()] = json.loads(json.dumps(read, allow_nan=False))  # as rows say it: no dates, no nan
         found = values.get(key.strip())
         if not equals or "." not in key or not isinstance(found, list) or not found:
             allowed, fix = "section.key=[value, value]", "--try 'parallel.tp=[1, 2, 4]'"

@@ -117,7 +117,10 @@ def test_hardware_that_is_not_there_is_a_row_and_stops_no_other(base: str, cli: 
         assert [r["fits"] for r in rows] == [True, False] and "nope" in rows[1]["reason"]
 
 
-@pytest.mark.parametrize("given", ["parallel.tp", "parallel.tp=4", "parallel.tp=[]", "tp=[1]", "parallel.tp=[1"])
+NO_LISTS = ["parallel.tp", "parallel.tp=4", "parallel.tp=[]", "tp=[1]", "parallel.tp=[1"]
+
+
+@pytest.mark.parametrize("given", [*NO_LISTS, "model.vocab_size=[100, nan]", "parallel.tp=[2026-01-01]"])
 def test_values_that_are_no_list_are_refused(cli: Any, job: str, given: str) -> None:
     done = cli("sweep", job, "--try", given)
     assert done.code == 2 and done.error["key"] == "--try"
