@@ -28,7 +28,7 @@ def facts_of(prepared: PreparedJob, framework: str) -> Facts:
     if job.optimizer.name == "muon":
         f |= {k: getattr(job.optimizer, k) for k in MUON} | {"muon_scale": SCALES[job.optimizer.adjust_lr]}
     if framework in MEGATRON:
-        f |= _sizes(prepared.config) | _megatron(prepared, framework, dp, size, mbs)
+        f |= _sizes(prepared.config, job.model.seq_len) | _megatron(prepared, framework, dp, size, mbs)
         act = prepared.config.activation
         if framework == "megatron-bridge":
             gate = {"gated": act.ups == 2, "activation": _UNGATED.get(act, str(act))}
@@ -91,11 +91,12 @@ def _bucket(job: Job) -> Facts:
     return {} if size is None else {"bucket_elements": round(size * 2**20 / element_bytes(job.precision.reduce))}
 
 
-def _sizes(m: ModelConfig) -> Facts:
+def _sizes(m: ModelConfig, seq_len: int) -> Facts:
     f: Facts = {"layers": m.layers, "hidden": m.hidden, "heads": m.heads, "vocab_padded": m.vocab}
-    f |= {"ffn": m.ffn, "positions": m.max_positions, "untied": not m.tied, "norm_eps": m.norm_eps}
+    f |= {"ffn": m.ffn, "untied": not m.tied, "norm_eps": m.norm_eps}
     place = "rope" if m.rope else "learned" if m.positions else "none"
-    f |= {"position": place, "init_std": m.init_std, "bias": m.mlp_bias or m.out_bias}
+    most = m.max_positions if place == "learned" else max(m.max_positions, seq_len)  # with fewer it does not start
+    f |= {"position": place, "positions": most, "init_std": m.init_std, "bias": m.mlp_bias or m.out_bias}
     f |= {"norm": "rms" if m.norm is NormLayerKind.RMS else "layer"}
     f |= {"attention_dropout": m.attn_dropout, "hidden_dropout": m.hidden_dropout}
     if m.rope:

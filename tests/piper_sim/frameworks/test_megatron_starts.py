@@ -52,6 +52,8 @@ def refused(script: str, mbs: int) -> Iterator[str]:
     modules = a.get("--recompute-modules", "").split()
     virtual = bool(LAYOUT & {*a}) and ("|" not in a.get("--pipeline-model-parallel-layout", "|") or None)
     checks = {
+        "there are positions for all tokens": int(a.get("--max-position-embeddings", 0))
+        >= int(a.get("--seq-length", 0)),
         "no more than one of the three": len(LAYOUT & {*a}) <= 1,
         "moe_act takes grouped_gemm": "moe_act" not in modules or "--moe-grouped-gemm" in a,
         "mla_up_proj takes latent attention": "mla_up_proj" not in modules or "--multi-latent-attention" in a,
@@ -83,6 +85,12 @@ def test_megatron_starts_what_is_written(drawn: tuple[str, PreparedJob]) -> None
     assert ("--overlap-grad-reduce" in a) == (dp > 1)  # what is presumed of every launch is said
     assert ("--overlap-param-gather" in a) == (dp > 1 and job.job.parallel.zero > 0)
     assert (a.get("--moe-token-dispatcher-type") == "alltoall") == (job.config.moe is not None)
+
+
+def test_megatron_has_positions_for_sequences_longer_than_the_model_was_made_for() -> None:
+    job = {"model": {"config": "llama2-7b", "seq_len": 8192}, "schedule": {"microbatches": 1}}
+    script = export_launch(prepare(job_from(job)), "megatron").files[LAUNCH]
+    assert "--max-position-embeddings 8192" in script and [*refused(script, 1)] == []
 
 
 def test_the_checks_stop_what_was_written_before() -> None:
