@@ -67,6 +67,13 @@ class _Rows:
     start: dict[Key, int]
     end: dict[Key, int]
 
+    def put_in_line(self) -> None:
+        """What a rank computes side by side counts once: an op begins where those that began before it have ended."""
+        latest: dict[int, int] = {}
+        for key in sorted((k for k in self.start if k[1] == "compute"), key=lambda k: (self.start[k], self.end[k])):
+            self.start[key] = max(self.start[key], latest.get(key[0], self.start[key]))
+            latest[key[0]] = self.end[key] = max(self.start[key], self.end[key])
+
 
 class _Step:
     """One step of a run, and the one before it where both have the same ops."""
@@ -74,6 +81,8 @@ class _Step:
     def __init__(self, traces: Sequence[Trace]) -> None:
         by_step = _by_step(traces)
         self.begin, self.until, kept = _median(by_step)
+        for rows in kept:
+            rows.put_in_line()
         last = kept[-1]
         self.keys = sorted(last.start, key=lambda k: (k[0], last.start[k], last.end[k]))
         if len(kept) > 1 and kept[0].start.keys() != last.start.keys():

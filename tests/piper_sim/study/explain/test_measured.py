@@ -111,6 +111,14 @@ def test_a_file_a_file_for_each_rank_and_the_job_beside_it(tmp_path: Path, capsy
     assert main(["explain", "a", "b", "--trace", "c", "--json"]) == 2
 
 
+def test_what_is_computed_side_by_side_is_spent_once() -> None:
+    rows = [(0, 0, "compute", f"0F{k}", 0.0, float(k), k + 1.5) for k in range(4)]
+    rows += [(0, 0, "compute", "0B0", 0.0, 0.5, 0.75), (0, 1, "compute", "1F0", 0.0, 2.0, 4.0)]
+    found = explain_traces([Trace.of({}, rows)])
+    sums(found)
+    assert found.iteration_s == 4.5 and found.spent["compute"] == (4.5 + 2.0) / 2
+
+
 def test_a_step_that_was_cut_short_is_not_the_median() -> None:
     """Of three steps the last one stops in its middle, as a killed run leaves it."""
 
