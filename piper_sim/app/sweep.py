@@ -135,11 +135,12 @@ def _keep(out: str | None, key: str, found: Object) -> None:
     path = Path(out) / KEPT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.read_bytes() if path.exists() else b""
-        if whole and not whole.endswith(b"\n"):  # a kill left half a line
-            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, "found": found}) + "\n")
+        with path.open("a+b") as file:  # which writes at the end, wherever it has read
+            file.seek(max(0, file.tell() - 1))
+            if file.read() not in (b"", b"\n"):  # a kill left half a line
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(json.dumps({"key": key, "found": found}).encode() + b"\n")
     except OSError as e:
         raise PiperError(ErrorKind.IO, f"cannot be written: {e.strerror}", file=str(path), key="--out") from None
 

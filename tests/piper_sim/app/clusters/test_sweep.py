@@ -94,6 +94,20 @@ def test_a_file_that_no_sweep_wrote_is_replaced_only_by_force(
     assert cli(*line).code == 0  # and now it is a sweep's
 
 
+@pytest.mark.parametrize(("holes", "last"), [(2**40, b"\n"), (0, b"\nhalf a row")])
+def test_a_row_is_kept_without_reading_those_before_it(holes: int, last: bytes, tmp_path: Path) -> None:
+    path, line = tmp_path / sweep.KEPT, b'{"key": "k", "found": {"fits": true}}\n'
+    with path.open("wb") as file:
+        file.truncate(holes)  # a terabyte that takes no room
+        file.seek(holes)
+        file.write(last)
+    sweep._keep(str(tmp_path), "k", {"fits": True})
+    assert path.stat().st_size == holes + 1 + len(line)
+    with path.open("rb") as file:
+        file.seek(holes + 1)
+        assert file.read() == line
+
+
 def test_rows_are_not_written_through_a_link(cli: Any, job: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / sweep.KEPT).symlink_to(tmp_path / "elsewhere")
