@@ -177,3 +177,20 @@ def test_half_a_gibibyte_of_parameters_takes_none() -> None:
         return int(done.stdout)
 
     assert grown("files") < 64 and grown("drawn") > 128  # MiB
+
+
+def test_a_digest_is_of_every_value_of_a_small_tensor_and_of_some_all_over_a_large_one(tmp_path: Path) -> None:
+    files, large = HubCheckpoint(tmp_path / WHOLE), torch.arange(2.0**21)
+    spoilt = {
+        "the first": large.clone().index_fill_(0, torch.tensor([0]), 5),
+        "the last": large.clone().index_fill_(0, torch.tensor([len(large) - 1]), 5),
+        "all": large * 1.001,
+    }
+    digests = set()
+    for x in (large, *spoilt.values()):
+        save_file({"large": x, "small": torch.zeros(2**20)}, tmp_path / WHOLE)
+        digests.add(HubCheckpoint(tmp_path / WHOLE).digest(["large", "small"]))
+    for k in (0, 777_777, 2**20 - 1):
+        save_file({"large": large, "small": torch.zeros(2**20).index_fill_(0, torch.tensor([k]), 1)}, tmp_path / WHOLE)
+        digests.add(HubCheckpoint(tmp_path / WHOLE).digest(["large", "small"]))
+    assert len(digests) == 7 and files.digest(["small"]) != files.digest(["large"])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.frontend.capture import capture, text
+from executor.modules import choose
 from executor.modules.choose import model_of
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
@@ -74,6 +75,9 @@ def test_gradients_of_head_norms_that_nobody_sums_would_be_seen(
     spoilt = tmp_path / "model.json"
     spoilt.write_text(json.dumps({**json.loads(Path(hub._graph("qwen3", 2)).read_text()), "partly": []}))
     monkeypatch.setattr(hub, "_graph", lambda *_: str(spoilt))
+    with pytest.raises(PiperError, match=r"q_norm\.weight: \(4,\), its gradient a sum over tp, but"):
+        hub.run_class("qwen3", "parallel.tp=2", *_sets(SHAPES[0]))
+    monkeypatch.setattr(choose, "_refuse_another", lambda *_: None)
     with pytest.raises(AssertionError, match=r"copies of param/.*\.q_norm\.weight differ"):
         hub.far("qwen3", "parallel.tp=2", *_sets(SHAPES[0]))
 
