@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +18,9 @@ COLUMN, LABELS, IGNORED = "input_ids", "labels", -100
 TRAINED = ("completion_mask", "assistant_masks")
 # 0 where a token is none, or where one is no label, of this token to some and of the next to others.
 UNREAD = ("attention_mask", "loss_mask")
+
+
+_READING = threading.Lock()  # ranks may be threads, and the library's bars of progress are not made for these
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,8 @@ def saved_dataset(folder: Path, form: FileErrors) -> ChunkedTokens:
 
     path = str(folder)
     try:
-        found = datasets.load_from_disk(path)
+        with _READING:
+            found = datasets.load_from_disk(path)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArrowException) as error:
         allowed = "a folder that Dataset.save_to_disk has made"
         raise form.wrong(f"no saved dataset: {error}", path, None, allowed) from error

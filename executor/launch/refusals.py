@@ -96,7 +96,7 @@ def _check_compiler() -> None:
 
 def _refuse_patterns(prepared: PreparedJob) -> None:
     """A pattern that spares nothing is a typo."""
-    names = {p.name for e in prepared.base.entries for p in e.part.params}
+    names = {p.name for e in prepared.base.entries for p in (*e.part.params, *e.part.frozen)}
     for pattern in prepared.job.optimizer.no_decay:
         if not any(fnmatchcase(n, pattern) for n in names):
             message, last = f"no parameter is called {pattern!r}", sorted({n.rpartition(".")[2] for n in names})

@@ -155,6 +155,13 @@ def test_a_run_goes_on_with_what_was_frozen(job: Path, capsys: pytest.CaptureFix
     assert again["losses"] == pytest.approx(whole["losses"][1:], rel=1e-12)
 
 
+def test_patterns_of_no_decay_may_name_what_is_frozen(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--set", 'optimizer.no_decay=["*base*"]')
+    assert run(job, capsys, 1, *given)[1]["losses"] == run(job, capsys, 1)[1]["losses"]
+    code, told = run(job, capsys, 1, "--set", 'optimizer.no_decay=["*bass*"]')
+    assert (code, told["error"]["key"]) == (2, "optimizer.no_decay")
+
+
 def test_frozen_values_are_read_from_files(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keep, out, file = (job.parent / n for n in ("keep", "out", f"given/{WHOLE}"))
     _, drawn = run(job, capsys, 2)

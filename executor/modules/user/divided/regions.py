@@ -125,6 +125,23 @@ def along(function: Moved, dim: int, repeats: int) -> Moved:
     return along
 
 
+def laid_out(move: Moved, like: Tensor) -> Moved:
+    """The same, with its dims in memory in the order in which a value has them: behind it, views are what they were.
+
+    >>> laid_out(lambda x: x * 2, torch.zeros(3, 2).mT)(torch.ones(2, 3)).stride()
+    (1, 2)
+    """
+    strides = like.stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(len(strides))]
+
+    def laid(x: Tensor) -> Tensor:
+        return move(x).permute(order).contiguous().permute(back)
+
+    laid.__name__ = move.__name__
+    return laid
+
+
 def apart_from(root: fx.GraphModule, cut: Collection[int]) -> set[fx.Node]:
     """What is made of these parameters, by id, and neither summed nor gathered since."""
     out: set[fx.Node] = set()

@@ -12,7 +12,15 @@ from torch import Tensor, fx
 
 from executor.modules.parallel import Moved, across, gather_tokens, own, whole
 from executor.modules.user.annotate import At, chunk_of
-from executor.modules.user.divided.regions import Between, along, apart_from, floating, of_parameters_alone, of_region
+from executor.modules.user.divided.regions import (
+    Between,
+    along,
+    apart_from,
+    floating,
+    laid_out,
+    of_parameters_alone,
+    of_region,
+)
 from executor.modules.user.divided.shared import CHECKS, SharedTokens, refused, resize, shared_tokens
 from executor.modules.user.writes import times_written
 from executor.parallel.inline import RankRegion
@@ -93,12 +101,13 @@ def _cross(
         key = (read, chunk, move.__name__, times[node, read])
         if key not in made:
             dim, repeats = (-2, 1) if move is of_every_rank else shared.dims.found[read]
-            with graph.inserting_before(node):
-                made[key] = graph.call_function(along(of_region(move, region), dim, repeats), (read,))
-            at[made[key]] = at[node if node.op != "output" else read]
-            value = found[read][2] if read in found else read.meta["val"]
+            value = like = found[read][2] if read in found else read.meta["val"]
             if move in (own, stretched):
-                value = value.narrow(dim, 0, value.shape[dim] // region.tp.size)
+                value, like = value.narrow(dim, 0, value.shape[dim] // region.tp.size), shared.exported(read)
+            with graph.inserting_before(node):
+                here = laid_out(along(of_region(move, region), dim, repeats), like)
+                made[key] = graph.call_function(here, (read,))
+            at[made[key]] = at[node if node.op != "output" else read]
             made[key].meta = {**read.meta, "val": value}
         node.replace_input_with(read, made[key])
 

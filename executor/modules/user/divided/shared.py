@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from executor.modules.parallel import Moved
 from executor.modules.user.annotate import ancestors
@@ -27,6 +27,8 @@ MADE = frozenset({aten.new_zeros.default, aten.new_ones.default, aten.new_empty.
 TYPED = frozenset({aten.type_as.default, aten.to.other})
 ALLOWED = "ops of each token, and torch's scaled_dot_product_attention"
 AWAY = "is written where ranks have other tokens than what writes it"
+STRIDED = frozenset({aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default})
+MEMORY = "reads memory as it lies where one rank has all tokens"
 EXPERTS = "are sent rows of other tokens than a rank's own"
 
 
@@ -84,6 +86,11 @@ class SharedTokens:
         kinds = {"own": self.own, "full": self.full, "apart": self.apart}
         return next((name for name, nodes in kinds.items() if node in nodes), "")
 
+    def exported(self, node: fx.Node) -> Tensor:
+        """A value as it was exported for a rank's own tokens, if it was; else for all."""
+        value: Tensor = self.pairs.get(node, node).meta["val"]
+        return value
+
     def _is_own(self, node: fx.Node) -> bool:
         short, reads = self.pairs.get(node), [x for x in node.all_input_nodes if x in self.own or x in self.full]
         if short is None or node in self.whole or (reads and all(x in self.full for x in reads)):
@@ -128,6 +135,8 @@ class SharedTokens:
         for n in graph.nodes:
             if n.target is MARK and n not in self.own:
                 return ShardMismatch(n, EXPERTS)
+            if n.target in STRIDED and self.kind(n):
+                return ShardMismatch(n, MEMORY)
             for t in written(n):
                 if self.kind(n) != self.kind(base[t]):
                     return ShardMismatch(n, AWAY)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from executor.modules.attention.across import attend_across
 from executor.modules.parallel import Moved, across
 from executor.modules.user.annotate import At, chunk_of
-from executor.modules.user.divided.regions import Between, along, floating, of_region
+from executor.modules.user.divided.regions import Between, along, floating, laid_out, of_region
 from executor.modules.user.divided.shared import CHECKS, SharedTokens, pairs_of, refused, resize, shared_tokens
 from executor.modules.user.writes import storages, times_written, written
 from executor.parallel.divided_reads import VIEWS, ShardMismatch, arguments, aten, module_of
@@ -60,7 +60,7 @@ def share_tokens(
     attends = [n for n, k in keys.items() if isinstance(k, fx.Node) and shared.dims.at(n, k)]
     for _ in resize(graph, shared, partial(_stretched, region=region)):
         pass
-    _cross(graph, edges, found, region)
+    _cross(graph, edges, found, shared, region)
     return attends
 
 
@@ -98,7 +98,9 @@ def _wrong(graph: fx.Graph, shared: SharedTokens, edges: Collection[TokenEdge]) 
     return next((ShardMismatch(e.read, MIXED) for e in odd), None)
 
 
-def _cross(graph: fx.Graph, edges: Collection[TokenEdge], found: Between, region: RankRegion) -> None:
+def _cross(
+    graph: fx.Graph, edges: Collection[TokenEdge], found: Between, shared: SharedTokens, region: RankRegion
+) -> None:
     """Put what moves tokens between values and their readers, once for the readers of a chunk."""
     made = dict[tuple[fx.Node, str | None, int], fx.Node]()
 
@@ -112,7 +114,9 @@ def _cross(graph: fx.Graph, edges: Collection[TokenEdge], found: Between, region
                 move = whole_sequences if floating(value) else whole_numbers
             early = edge.chunk is None and edge.seam
             with graph.inserting_after(read) if early else graph.inserting_before(edge.reader):
-                made[key] = graph.call_function(along(of_region(move, region), dim, repeats), (read,))
+                like = shared.exported(edge.read) if edge.chunk is None else value
+                here = laid_out(along(of_region(move, region), dim, repeats), like)
+                made[key] = graph.call_function(here, (read,))
             near = read if early or edge.reader.op == "output" else edge.reader
             made[key].meta = {**near.meta, "val": value}
         return made[key]

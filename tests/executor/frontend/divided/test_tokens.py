@@ -110,6 +110,36 @@ def test_heads_that_do_not_divide_are_named() -> None:
     assert refused.value.suggestion == 'cp_comm = "all_gather"'
 
 
+LAYOUTS: dict[str, Op] = {
+    "flat, flipped": lambda x, m, _: m.up(
+        (m.up(x).view(*x.shape[:2], 2, 4).flip(1) + x.view(*x.shape[:2], 2, 4)).view(-1, 8)
+    ).view(x.shape),
+    "by fours": lambda x, m, _: (x.view(x.shape[0], -1, 4, 8) + m.places[: x.shape[1] // 4, None]).view(x.shape),
+    "another shape": lambda x, m, _: x.view(x.shape[1], x.shape[0], 8).mul(m.places[: x.shape[1], None]).view(x.shape),
+    "turned": lambda x, m, _: m.up(x).mT.contiguous().cumsum(2).view(-1, x.shape[1]).view(x.shape[0], 8, -1).mT,
+}
+STRIDES: dict[str, Op] = {
+    "of heads": lambda x, m, _: (
+        m.up(x).view(*x.shape[:2], 2, 4).as_strided(tuple(x.shape), (8 * x.shape[1], 8, 1)).cumsum(1)
+    ),
+    "of turned": lambda x, m, _: m.up(x).transpose(0, 1).as_strided(tuple(x.shape), (8 * x.shape[1], 8, 1)),
+}
+AXES = {"cp": TWO, "sequence": Grid(tp=2, plan={"embed": "embedding_rowwise"}, sequence=True)}
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_of_all_tokens_lie_in_memory_as_they_did(name: str, axis: str) -> None:
+    assert far_apart(lambda: _net(LAYOUTS[name]), IDS, AXES[axis]) <= 1e-12
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", STRIDES)
+def test_what_reads_memory_as_it_lies_is_refused(name: str, axis: str) -> None:
+    with pytest.raises(PiperError, match=r"as_strided.* in layers\.0 reads memory as it lies"):
+        far_apart(lambda: _net(STRIDES[name]), IDS, AXES[axis])
+
+
 def _dropping(x: Tensor, *_: object) -> Tensor:
     heads = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).transpose(1, 2).flatten(2)
