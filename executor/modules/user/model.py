@@ -133,7 +133,7 @@ class UserModel:
         refuse_unread([n for i, n in self._names.items() if i not in used])
         self._frozen = {i: n for i, n in every.items() if n in frozen and i in used}
         self.frozen = {n: frozen[n] for n in self._frozen.values()}
-        self._given = None if values is None else self._weights(values)
+        self._given = None if values is None else self._weights(values, frozen)
 
     @cached_property
     def idle(self) -> tuple[str, ...]:
@@ -240,8 +240,9 @@ class UserModel:
         if self._given is not None:
             self._given.fill(*parts)
 
-    def _weights(self, files: HubCheckpoint) -> UserModelWeights:
-        named, sizes = self._names | self._frozen, self.shapes | self.frozen
+    def _weights(self, files: HubCheckpoint, frozen: Mapping[str, tuple[int, ...]]) -> UserModelWeights:
+        """frozen: also what nobody reads, which files may have."""
+        named, sizes = self._names | self._frozen, {**self.shapes, **frozen}
         cuts, tp, buffers = dict[str, tuple[ShardCut, ...]](), self._region.tp, saved_buffers(self.module, files)
         for i, name in named.items():
             if (shard := self._stacked.get(i)) is not None:

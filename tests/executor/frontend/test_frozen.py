@@ -179,6 +179,17 @@ def test_frozen_values_are_read_from_files(job: Path, capsys: pytest.CaptureFixt
         assert abs(other["losses"][0] / read["losses"][0] - 1) > 1e-6
         code, told = run(job, capsys, 3, *GIVEN, "--resume", str(keep))
         assert (code, told["error"]["key"]) == (2, "model.weights")
+    unread = job.parent / "model.py"  # a tower of another kind of input, say
+    unread.write_text(
+        SOURCE.replace(
+            "        self.embed.req",
+            "        self.tower = nn.Linear(3, 3).requires_grad_(False)\n        self.embed.req",
+        )
+    )
+    save_file({**values, "tower.weight": torch.ones(3, 3), "tower.bias": torch.ones(3)}, file)
+    _, other = run(job, capsys, 2, *GIVEN)
+    assert other["losses"] == read["losses"]
+    unread.write_text(SOURCE)
     save_file({n: v for n, v in values.items() if n != "embed.weight"}, file)
     code, told = run(job, capsys, 2, *GIVEN)
     assert code == 2 and "no tensor for embed.weight" in told["error"]["message"]
