@@ -81,9 +81,21 @@ def places(graph: fx.Graph) -> Places:
     return out
 
 
-def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> ShardMismatch | None:
-    """The first value of a rank's graph that is not a stretch of the whole model's. apart: paths of modules that are
-    left out, as they compute otherwise than the whole model's do.
+@dataclass(frozen=True)
+class ValueShard:
+    """A value of which each rank has stretches of one dim. whole: the shape that they are of."""
+
+    whole: Shape
+    dim: int
+    stretches: int
+
+
+Divided = Mapping[fx.Node, ValueShard]
+
+
+def divided_values(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Divided | ShardMismatch:
+    """Which values of a rank's graph are stretches of the whole model's; or the first that is something else. apart:
+    paths of modules that are left out, as they compute otherwise than the whole model's do.
     """
     dims: dict[fx.Node, Stretches] = {}
     several: set[fx.Node] = set()  # nodes that give several values, made of something divided
@@ -117,7 +129,7 @@ def divided_read(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Shar
             if repeats is None:
                 return ShardMismatch(node, CUT)
             dims[node] = found[0], repeats
-    return None
+    return {n: ValueShard(before[n], dim, repeats) for n, (dim, repeats) in dims.items()}
 
 
 def _placed(graph: fx.Graph, apart: Collection[str]) -> Iterator[tuple[fx.Node, tuple[str, str]]]:

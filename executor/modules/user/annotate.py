@@ -227,12 +227,14 @@ def chunk_of(graph: fx.Graph, at: At) -> dict[fx.Node, str]:
     return names
 
 
-def made_again(module: nn.Module, graph: fx.Graph, *, inputs: bool = True) -> set[fx.Node]:
-    """What needs neither weights nor activations: made again wherever it is read. inputs: or made of inputs, too."""
+def made_again(module: nn.Module, graph: fx.Graph, inputs: Collection[fx.Node] | None = None) -> set[fx.Node]:
+    """What needs neither weights nor activations: made again wherever it is read. inputs: of what it may be made, too;
+    None: of all.
+    """
     params = {n for n, _ in module.named_parameters(remove_duplicate=False)}
     free: set[fx.Node] = set()
     for n in graph.nodes:
-        if n.op == "output" or (n.op == "placeholder" and not inputs):
+        if n.op == "output" or (n.op == "placeholder" and inputs is not None and n not in inputs):
             continue
         owns = (n.op == "get_attr" and n.target in params) or (
             n.op == "call_module" and any(True for _ in module.get_submodule(str(n.target)).parameters())

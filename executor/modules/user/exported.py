@@ -21,19 +21,19 @@ from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.divided.linears import divided_modules
-from executor.modules.user.divided.regions import NONE, refuse_divided_reads, regions
+from executor.modules.user.divided.regions import NONE, parts_of, regions
 from executor.modules.user.divided.sequence import FIX, KEY, share_between, tokens_between
 from executor.modules.user.divided.shared import pairs_of
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
 from executor.modules.user.rewrites.attention import flag_causal, widen_values
-from executor.modules.user.rewrites.dropout import reseed
+from executor.modules.user.rewrites.dropout import ValuesOfRank, reseed
 from executor.modules.user.rewrites.own_functions import call_functions, functions_kept
 from executor.modules.user.rewrites.seams import pack_seams
 from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
 from executor.modules.user.writes import reaching, storages, written
 from executor.parallel.divided_reads import Places, places
 from executor.parallel.inline import RankRegion
-from ir.core.errors import PiperError, job_error, nearest
+from ir.core.errors import PiperError, nearest
 
 EXPERTS = "EP"
 NONE_CUT: Mapping[int, int] = {}
@@ -78,9 +78,11 @@ def export_cut(
     some = _of_fewer(module, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1") if cp else None
     few = _of_fewer(module, size, tokens_between(inside, region), KEY, FIX) if region.sequence else None
     root, graph, loss = _of_all(module, size, length)
-    if whole is not None:
-        refuse_divided_reads(root, whole, divided_modules(module))
+    parts = {} if whole is None else parts_of(root, whole, divided_modules(module))
     flag_causal(root)
+    reseed(graph, seed, ValuesOfRank(parts, region.tp.size, region.tp.index))
+    for fewer in (g for g in (some, few) if g is not None):
+        reseed(fewer, seed)
     pairs, attentions = {} if few is None else pairs_of(root, few), list[fx.Node]()
     if some is not None:
         again = made_again(module, graph)
@@ -88,9 +90,6 @@ def export_cut(
     widen_values(root)
     attend_to_all(root, attentions, region)
     length //= region.divides
-    if reseed(graph, seed, size, length) and region.tp.size * region.cp.size > 1:
-        message, fix = "dropout of a divided module would fall otherwise on each rank", "set its p to 0"
-        raise job_error("parallel.tp" if region.tp.size > 1 else "parallel.cp", message, fix, "1 with dropout")
     at, layers = _layers(graph, tags[SEAM], made_again(module, graph))
     if not layers:
         raise _never_called(module, tags[SEAM])

@@ -118,9 +118,6 @@ class UserModel:
         with TRACING, host_seeded(seed):
             given = (*batch, shard.region, held, seed, whole)
             self._cut = export_cut(self.module, tags, *given) if tags else cut(self.module)
-        if self._cut.wants_draws and (divided or experts):
-            allowed = "dropout of 0 where tp or experts divide a layer"
-            raise unrepeatable("dropout", allowed, "attention_dropout = 0, and the like")
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
         self._batch = batch
         self._ep, self._region = shard.ep, shard.region
@@ -187,12 +184,14 @@ class UserModel:
                 reads |= {**wired, f"{name}.router": (before,)}
                 tokens = {f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried))}
                 ports[f"{name}.router"] = {**expert_rows.ports(name, shared=False), **tokens}
+                extras[f"{name}.router"] = ("draws",) if "router" in routed.draws else ()
                 if self._ep > 1:
                     between |= exchanges(name, ExpertGroup.among(self._ep))
             else:
                 reads[key] = (before,)
             wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
-            wants += ("draws",) if name in self._cut.wants_draws else ()
+            drops = name in self._cut.wants_draws if routed is None else "add" in routed.draws
+            wants += ("draws",) if drops else ()
             if name in self._cut.shape_only:
                 unit = TokenShapeChunk(unit)
             if name == self.chunks[-1]:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from executor.modules.base import DRAWS
 from executor.modules.functions import grouped_linear, unpermute
 from executor.modules.moe import ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
-from executor.modules.user.annotate import copied, made_again, model_error
+from executor.modules.user.annotate import ancestors, copied, made_again, model_error
 from executor.modules.user.purity import refuse_unlike
 from executor.modules.user.writes import made_of, storages, unlike, written
 from executor.parallel.expert_all_to_all import Table
@@ -116,15 +117,18 @@ class UserExperts(nn.Module):
 
 
 class UserExpertRouter(nn.Module):
-    """Part `router`: all of a layer that its experts' input is made of; and what the rest of the layer reads of it."""
+    """Part `router`: all of a layer that its experts' input is made of; and what the rest of the layer reads of it.
+
+    draws: what dropout depends on, where something before the experts drops out.
+    """
 
     def __init__(self, inner: nn.Module, top_k: int, experts: int, region: RankRegion) -> None:
         super().__init__()
         self.inner, self.region, self.dispatch = inner, region, ExpertDispatch(top_k, experts)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
         """x (batch, length, h) → rows (rows, h), weights (rows, 1), order (rows), counts (experts), what is carried."""
-        tokens, indices, weights, *carried = self.inner(x)
+        tokens, indices, weights, *carried = self.inner(x, *draws)
         if (tp := self.region.tp).size > 1 and not self.region.sequence:
             tokens, weights = own(tokens, self.region), own(weights, self.region)
             indices = indices.chunk(tp.size)[tp.index]
@@ -142,7 +146,7 @@ class UserExpertsOfOneRank(ExpertParallelExperts):
 
 
 class UserExpertAdd(nn.Module):
-    """Part `add`: the rest of the layer, which reads the sums of each token's rows."""
+    """Part `add`: the rest of the layer, which reads the sums of each token's rows, and draws where it drops out."""
 
     def __init__(self, inner: nn.Module, top_k: int, region: RankRegion) -> None:
         super().__init__()
@@ -166,7 +170,7 @@ def balanced(rows: int, experts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ExpertChunk:
-    """A layer cut at its experts. carried: how many values it hands past them."""
+    """A layer cut at its experts. carried: how many values it hands past them. draws: the parts that drop out."""
 
     router: fx.GraphModule
     add: fx.GraphModule
@@ -174,6 +178,7 @@ class ExpertChunk:
     top_k: int
     width: int  # features of a token
     carried: int
+    draws: frozenset[str]
 
 
 def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
@@ -183,6 +188,8 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
     """
     nodes = list(chunk.graph.nodes) if isinstance(chunk, fx.GraphModule) else []
     marks, inputs = [n for n in nodes if n.target is MARK], [n for n in nodes if n.op == "placeholder"]
+    draws = [n for n in inputs if n.target == DRAWS]
+    inputs = [n for n in inputs if n not in draws]
     if not marks:
         return None
     values = [n.meta["val"] for n in marks[0].args[:3]]
@@ -192,7 +199,7 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
         allowed = "one a layer, on (tokens, features), (tokens, top_k), (tokens, top_k)"
         raise model_error(message, "flatten tokens", allowed, "model.tags.EP")
     ahead, base = nodes[: nodes.index(marks[0])], storages(nodes)
-    free = made_again(chunk, marks[0].graph, inputs=False)
+    free = made_again(chunk, marks[0].graph, draws)
     free -= unlike(free, nodes)
     before = made_of(marks[0].all_input_nodes, ahead)
     behind = [n for n in nodes if n not in before and n is not marks[0] and n not in free and n.op != "get_attr"]
@@ -201,10 +208,13 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
         message = f"{name} writes in place, behind its experts, what stands before them ({late[0].target})"
         raise model_error(message, "make a new tensor instead", key="model.module")
     carried = [n for n in nodes if n in read and n in (before | {*inputs}) and n not in free and n.op != "get_attr"]
-    router = _graph(inputs, [n for n in nodes if n in before], (*marks[0].args[:3], *carried))
-    add = _graph([marks[0], *carried], behind[:-1], behind[-1].args[0])
+    drawn = {"router": before, "add": ancestors(behind, before - free)}
+    reads = {part: draws if read.intersection(draws) else [] for part, read in drawn.items()}
+    router = _graph([*inputs, *reads["router"]], [n for n in nodes if n in before], (*marks[0].args[:3], *carried))
+    add = _graph([marks[0], *carried, *reads["add"]], behind[:-1], behind[-1].args[0])
     made = [fx.GraphModule(chunk, g, class_name=f"{n}_{name}") for n, g in (("Router", router), ("Add", add))]
-    return ExpertChunk(made[0], made[1], marks[0].args[3], values[1].shape[1], values[0].shape[1], len(carried))
+    of_tokens = (values[1].shape[1], values[0].shape[1], len(carried))
+    return ExpertChunk(made[0], made[1], marks[0].args[3], *of_tokens, frozenset(p for p in reads if reads[p]))
 
 
 def _graph(inputs: Sequence[fx.Node], body: Sequence[fx.Node], out: Any) -> fx.Graph:

@@ -2,6 +2,8 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from executor.modules.user.divided import tokens
 from executor.modules.user.exported import export_cut
-from executor.modules.user.rewrites.dropout import drop, stays
+from executor.modules.user.rewrites import dropout
+from executor.modules.user.rewrites.dropout import drop, fallen
+from executor.parallel.inline import RankRegion
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.program import RankPlan
 from ir.core.errors import PiperError
+from tests.executor.frontend import class_runs
 from tests.executor.frontend.class_runs import LENGTH, MBS, PLANS, SIZE, STEPS, ClassPlan, run_class, sets_of
-from tests.executor.frontend.models import hub_classes
+from tests.executor.frontend.models import drop_classes, hub_classes
 from tests.executor.modules.hub import quiet
 from tests.executor.runs import distance
 
@@ -42,25 +48,26 @@ def _mask(step: int, sequence: int, key: int, p: float, each: int) -> np.ndarray
 def test_masks_are_those_of_the_paper_s_generator() -> None:
     draws = torch.tensor([7, 3, 1])
     for size in (1, 2):
-        got = stays(draws, -(2**63) + 5, 0.3, size, 40).numpy()
+        got = ~fallen(draws, -(2**63) + 5, 0.3, size, (size, 40)).numpy()
         want = [_mask(7, 3 * size + k, 2**63 + 5, 0.3, 40) for k in range(size)]
         assert np.array_equal(got, np.array(want))
-    assert stays(torch.tensor([7, 3, 0]), 5, 0.9, 1, 99).all()  # one evaluates
+    assert not fallen(torch.tensor([7, 3, 0]), 5, 0.9, 1, (1, 99)).any()  # one evaluates
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_masks_are_random(p: float) -> None:
     count = 100_000
     ways = {"step": ([1, 0, 1], 9), "microbatch": ([0, 1, 1], 9), "place": ([0, 0, 1], 10), "first": ([0, 0, 1], 9)}
-    masks = {k: stays(torch.tensor(d), key, p, 2, count).double() for k, (d, key) in ways.items()}
+    masks = {k: (~fallen(torch.tensor(d), key, p, 2, (2, count))).double() for k, (d, key) in ways.items()}
     first, spread = masks.pop("first"), 5 / (2 * count) ** 0.5  # five standard errors
     rows = {"sequence": (first[0], first[1]), "token": (first[:, 1:], first[:, :-1])}
     for x, y in [*((first, other) for other in masks.values()), *rows.values()]:
         assert abs(x.mean() - (1 - p)) <= spread * (p * (1 - p)) ** 0.5 * 2
         assert abs(np.corrcoef(x.flatten(), y.flatten())[0, 1]) <= spread * 2
-    x = torch.ones(2, count)
-    assert abs(drop(x, torch.tensor([0, 0, 1]), 9, p, 2).mean() - 1) <= 2 * spread * (p / (1 - p)) ** 0.5
-    assert not drop(x, torch.tensor([0, 0, 1]), 9, 1.0, 2).any()
+    x, draws = torch.ones(2, count), torch.tensor([0, 0, 1])
+    dropped = drop(x, draws, fallen(draws, 9, p, 2, (2, count)), p)
+    assert abs(dropped.mean() - 1) <= 2 * spread * (p / (1 - p)) ** 0.5
+    assert not drop(x, draws, fallen(draws, 9, 1.0, 2, (2, count)), 1.0).any()
 
 
 class _Masked(TorchFunctionMode):
@@ -87,21 +94,24 @@ class _Masked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.dropout:
-            return self._drop(args[0], kwargs["p"])
+            return self._drop(args[0], kwargs["p"] if "p" in kwargs else args[1])
         if func is F.scaled_dot_product_attention:
-            q, k, v = args
+            q, k, v = args[:3]
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
             hidden = ~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
             scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(hidden, float("-inf"))
             return self._drop(scores.softmax(-1), kwargs["dropout_p"]) @ v
         return func(*args, **(kwargs or {}))
 
 
-def _alone() -> tuple[list[float], dict[str, np.ndarray]]:
+@lru_cache
+def _alone(name: str = NAME) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses and parameters of plain torch."""
     data = MicrobatchLoader("synthetic", vocab=hub_classes.VOCAB, length=LENGTH, microbatches=MBS, size=SIZE)
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = hub_classes.gpt2_drops().to(torch.float64)
+        model: Any = getattr(hub_classes if name == NAME else drop_classes, name)().to(torch.float64)
+    options = {"use_cache": False} if hasattr(model, "config") else {}
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -112,7 +122,8 @@ def _alone() -> tuple[list[float], dict[str, np.ndarray]]:
             masked.step, masked.sequence = step, mb
             masked.seen.clear()
             with masked:
-                logits = model(input_ids=batch.ids, use_cache=False).logits
+                found = model(batch.ids, **options)
+            logits = found.logits if options else found
             loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") * batch.scale
             loss.backward()
             total += loss.item()
@@ -137,6 +148,57 @@ def test_masks_by_a_rank_s_own_microbatches_would_be_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr(RankPlan, "number_of", lambda self, mb: mb)
     found, _, _ = run_class(NAME, *sets_of((1, 2, 1, "1f1b"), "none"))
     assert np.abs(np.array(found["losses"]) / _alone()[0] - 1).max() > 1e-6
+
+
+SHARED: list[tuple[str, ClassPlan, tuple[str, ...]]] = [
+    ("drops", (2, 1, 0, "1f1b"), ("tp=2",)),
+    ("drops", (1, 2, 3, "1f1b"), ("tp=2", "sequence_parallel=true")),
+    ("drops", (2, 1, 0, "dualpipe"), ("cp=2",)),
+    ("drops", (1, 1, 0, "gpipe"), ("tp=2", "cp=2")),
+    ("llama_drops", (2, 1, 0, "zbv"), ("tp=2",)),
+    ("llama_drops", (1, 2, 1, "1f1b"), ("cp=2", "cp_comm=all_to_all")),
+    ("routed_drops", (2, 2, 1, "1f1b"), ("ep=2",)),
+    ("routed_drops", (1, 2, 3, "1f1b"), ("ep=2", "tp=2", "sequence_parallel=true")),
+    ("routed_drops", (2, 2, 0, "1f1b"), ("ep=2", "cp=2")),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "more"), SHARED, ids=str)
+def test_ranks_that_share_a_tensor_drop_what_one_rank_would(
+    name: str, plan: ClassPlan, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(class_runs, "hub_classes", drop_classes)
+    found, _, params = run_class(name, *sets_of(plan, "none"), *(f"parallel.{x}" for x in more))
+    losses, wanted = _alone(name)
+    assert np.abs(np.array(found["losses"]) / losses - 1).max() <= 1e-12 and distance(params, wanted) <= 1e-10
+
+
+def _as_if_alone(draws: Tensor, key: int, p: float, size: int, whole: tuple[int, ...], *more: Any) -> Tensor:
+    """A rank's part dropped as if it were the whole."""
+    if more[1] is not None:
+        dim, _, ranks, _ = more[1]
+        whole = (*whole[:dim], whole[dim] // ranks, *whole[dim + 1 :])
+    return fallen(draws, key, p, size, whole)
+
+
+def _first_tokens(dim: int, region: RankRegion) -> Callable[[Tensor], Tensor]:
+    """Those of the sequence's beginning, whoever asks."""
+    return lambda x: x.narrow(dim, 0, x.shape[dim] // region.cp.size)
+
+
+@pytest.mark.parametrize(
+    ("more", "where", "name", "wrong"),
+    [("tp=2", dropout, "fallen", _as_if_alone), ("cp=2", tokens, "_stretched", _first_tokens)],
+    ids=["tp", "cp"],
+)
+def test_ranks_that_each_draw_as_if_alone_would_be_seen(
+    more: str, where: object, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(class_runs, "hub_classes", drop_classes)
+    monkeypatch.setattr(class_runs, "_graph", class_runs._graph.__wrapped__)
+    monkeypatch.setattr(where, name, wrong)
+    found, _, _ = run_class("drops", *sets_of((1, 1, 0, "1f1b"), "none"), f"parallel.{more}")
+    assert np.abs(np.array(found["losses"]) / _alone("drops")[0] - 1).max() > 1e-6
 
 
 class Sideways(nn.Module):

@@ -16,7 +16,7 @@ from executor.modules.parallel import Moved, enter, whole
 from executor.modules.user.annotate import At, chunk_of
 from executor.modules.user.divided.linears import ALLOWED, ENDS
 from executor.modules.user.writes import times_written, written_otherwise
-from executor.parallel.divided_reads import Places, divided_read, module_of
+from executor.parallel.divided_reads import Divided, Places, ShardMismatch, divided_values, module_of
 from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError
 
@@ -83,13 +83,16 @@ def regions(
     return frozenset(partly - {*cut})
 
 
-def refuse_divided_reads(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> None:
-    """whole: what the module computes undivided. Raises PiperError (model): something else than a part of that."""
-    wrong = divided_read(root.graph, whole, apart)
-    if wrong is not None:
-        message, allowed = f"{_where(wrong.node)}, {wrong.why}", "ops of each feature; view(…, -1, head_dim)"
+def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> Divided:
+    """Which values are parts of the whole module's. whole: what it computes undivided. Raises PiperError (model): one
+    is something else.
+    """
+    found = divided_values(root.graph, whole, apart)
+    if isinstance(found, ShardMismatch):
+        message, allowed = f"{_where(found.node)}, {found.why}", "ops of each feature; view(…, -1, head_dim)"
         fix = '"colwise_gather_output" for the linear before it'
         raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
+    return found
 
 
 def _features(x: Tensor, region: RankRegion) -> Tensor:

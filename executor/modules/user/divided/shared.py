@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from executor.modules.parallel import Moved
 from executor.modules.user.annotate import ancestors
 from executor.modules.user.divided.linears import ENDS, FEATURES, LEAVE
+from executor.modules.user.rewrites.dropout import attend, drop
 from executor.modules.user.rewrites.own_functions import is_own
 from executor.modules.user.routed import MARK
 from executor.modules.user.writes import storages, written, written_otherwise
@@ -29,6 +30,7 @@ ALLOWED = "ops of each token, and torch's scaled_dot_product_attention"
 AWAY = "is written where ranks have other tokens than what writes it"
 STRIDED = frozenset({aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default})
 MEMORY = "reads memory as it lies where one rank has all tokens"
+OURS: Mapping[Any, str] = {drop: "dropout", attend: "attention that drops"}
 EXPERTS = "are sent rows of other tokens than a rank's own"
 
 
@@ -228,12 +230,14 @@ def _ends_on_tokens(node: fx.Node, dims: Followed) -> bool:
 def refused(wrong: ShardMismatch, key: str, fix: str) -> PiperError:
     """The error of what a rank cannot compute of its tokens alone."""
     node = wrong.node
-    message = f"{node.target} in {module_of(node) or 'forward'} {wrong.why}"
+    target: Any = node.target
+    message = f"{OURS.get(target, target)} in {module_of(node) or 'forward'} {wrong.why}"
     return PiperError(ErrorKind.MODEL, message, key=key, allowed=ALLOWED, suggestion=fix)
 
 
 CHECKS: Mapping[Any, Callable[[fx.Node, Followed], bool]] = {
     MARK: lambda _, dims: any(dim for dim, _ in dims.values()),  # rows of tokens, each by itself
     LEAVE: lambda *_: False,
+    drop: lambda *_: False,
     FEATURES: _ends_on_tokens,
 }

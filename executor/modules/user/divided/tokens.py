@@ -18,7 +18,7 @@ from executor.modules.user.annotate import At, chunk_of
 from executor.modules.user.divided.regions import Between, along, floating, laid_out, of_region
 from executor.modules.user.divided.shared import CHECKS, SharedTokens, pairs_of, refused, resize, shared_tokens
 from executor.modules.user.writes import storages, times_written, written
-from executor.parallel.divided_reads import VIEWS, ShardMismatch, arguments, aten, module_of
+from executor.parallel.divided_reads import VIEWS, ShardMismatch, aten, module_of
 from executor.parallel.inline import RankAxis, RankRegion, stretches
 from executor.parallel.token_reads import ATTENTION, MIXED, TokenDims, mask_of, sees_past_only
 from ir.core.errors import job_error
@@ -153,13 +153,8 @@ def _summed(cp: RankAxis, dy: Tensor) -> Tensor:
 
 
 def attend_to_all(root: fx.GraphModule, attentions: Sequence[fx.Node], region: RankRegion) -> None:
-    """Have these see the keys of all ranks. Raises PiperError (job): cp is to divide their heads, and does not; one of
-    them drops scores.
-    """
+    """Have these see the keys of all ranks. Raises PiperError (job): cp is to divide their heads, and does not."""
     for node in attentions:
-        if arguments(node).get("dropout_p"):
-            message = f"dropout of scores in {module_of(node)} would fall otherwise on each rank"
-            raise job_error("parallel.cp", message, "set its p to 0", "1 with dropout")
         size, read = region.cp.size, _with_own_heads(node, region)
         heads = read[1].meta["val"].shape[1]
         if region.heads and heads % size:

@@ -79,14 +79,19 @@ class Grid:
         return [*rows.values(), *columns.values()]
 
 
-def far_apart(build: Build, ids: Tensor, grid: Grid) -> float:
-    """How far ranks that share a module are from the module itself, in logits and in gradients of a weighed sum.
+DRAWS = torch.tensor([3, 2, 1])  # step, number of the microbatch, and that it drops
+
+
+def far_apart(build: Build, ids: Tensor, grid: Grid, drops: bool = False) -> float:
+    """How far ranks that share a module are from the module itself, in logits and in gradients of a weighed sum. drops:
+    from what one rank makes of it, whose dropout is no other than theirs.
 
     Raises PiperError: the module is refused.
     """
     torch.manual_seed(0)
-    plain = build().to(torch.float64)
-    wanted: Tensor = plain(ids)
+    alone = _model(build, ids, RankRegion(), grid) if drops else None
+    plain = build().to(torch.float64) if alone is None else alone.module
+    wanted: Tensor = plain(ids) if alone is None else _logits(alone, ids)
     weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view_as(wanted)
     (wanted * weights).sum().backward()
     axes = grid.axes()
@@ -141,7 +146,10 @@ def _grad(p: nn.Parameter) -> Tensor:
 
 
 def _logits(model: UserModel, ids: Tensor) -> Tensor:
-    (found,) = model._try(*model._batch, lambda _, chunk, x: _as_tuple(chunk(*x)), ids)
+    def called(name: str, chunk: nn.Module, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return _as_tuple(chunk(*x[:-1], DRAWS) if name in model._cut.wants_draws else chunk(*x))
+
+    (found,) = model._try(*model._batch, called, ids)
     return found
 
 

@@ -140,18 +140,35 @@ def test_what_reads_memory_as_it_lies_is_refused(name: str, axis: str) -> None:
         far_apart(lambda: _net(STRIDES[name]), IDS, AXES[axis])
 
 
-def _dropping(x: Tensor, *_: object) -> Tensor:
+def _scores(x: Tensor, *_: object) -> Tensor:
     heads = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("heads", [False, True])
-def test_dropped_scores_are_refused(heads: bool) -> None:
-    with pytest.raises(
-        PiperError, match=r"dropout of scores in layers\.0 would fall otherwise on each rank"
-    ) as refused:
-        far_apart(lambda: _net(_dropping), IDS, Grid(cp=2, heads=heads))
-    assert refused.value.key == "parallel.cp"
+def _eager_scores(x: Tensor, *_: object) -> Tensor:
+    scores = F.dropout((x @ x.mT).tril().softmax(-1), 0.2)
+    return scores @ x
+
+
+DROPS: dict[str, Callable[..., Tensor]] = {
+    "scores": _scores,
+    "eager scores": _eager_scores,
+    "tokens": lambda x, *_: F.dropout(x, 0.3),
+    "rows": lambda x, *_: F.dropout(x.flatten(0, 1), 0.3).view_as(x),
+    "tokens outermost": lambda x, *_: F.dropout(x.transpose(0, 1), 0.3).transpose(0, 1),
+    "behind a convolution": lambda x, *_: F.dropout(_shifted(F.dropout(x, 0.2)), 0.3),
+}
+
+
+def _shifted(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, 0))[:, :-1] + x
+
+
+@pytest.mark.parametrize("axis", [*AXES, "heads"])
+@pytest.mark.parametrize("name", DROPS)
+def test_several_sequences_drop_what_one_rank_would(name: str, axis: str) -> None:
+    grid = AXES.get(axis, Grid(cp=2, heads=True))
+    assert far_apart(lambda: _net(DROPS[name]), IDS, grid, drops=True) <= 1e-12
 
 
 def test_sequences_that_do_not_divide_are_named() -> None:
