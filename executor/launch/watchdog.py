@@ -27,6 +27,7 @@ EVERY_S = 0.2
 GRACE_S = 1.0  # for others to come to wait, or to run into a failure too, so that the report is complete
 GONE_S = 3.0  # without a sign of life
 STARTUP_S = 120.0
+SAID = "said"  # a file: see `_first`
 FAILED = ErrorKind.RANK_FAILED.exit_code
 
 
@@ -74,7 +75,8 @@ class RankWatchdog:
         self._failure_s: float | None = None
         self._over = threading.Event()
         self._count, self._buried = 0, -1
-        self._last_words = threading.Lock()
+        self._words = threading.RLock()  # held by who speaks, and by who leaves: no word is cut short
+        self._told = False  # the verdict is out, by whomever: nothing may be said any more
         self._threads: list[threading.Thread] = []
 
     def meet(self, digest: str) -> list[int]:
@@ -190,14 +192,34 @@ class RankWatchdog:
 
     def _orphaned(self, reason: str = "it has vanished") -> NoReturn:
         """The store is gone, and with it whoever held it: rank 0, or its launcher. Rank 1 speaks, as none can ask."""
-        with self._last_words:
+        with self._words:
             seen = self._here(0) or self._sights[0].record
             if self.rank == 1 and seen is not None:
                 (me,) = read(self.progress, 1)
                 waiting = {1: me.op} if me.op else {}
-                self.report(pointed(RankFailed(reason, rank=0, op=seen.op or None, waiting=waiting), self.flight.out))
+                self._speak(RankFailed(reason, rank=0, op=seen.op or None, waiting=waiting))
             self._bury(0)
             self._leave()
+
+    def _speak(self, error: RankFailed) -> None:
+        """Say the verdict, unless it is out."""
+        with self._words:
+            first, self._told = not self._told and self._first(), True
+            if first:
+                self.report(pointed(error, self.flight.out))
+
+    def _first(self) -> bool:
+        """Whether nobody has spoken, or is about to. The store elects; but rank 1 speaks without it, where it is gone,
+        perhaps with who has spoken. So a file of rank 1's folder has the last word, for all who can see it."""
+        if len(self.hosts) < 2 or self.hosts[1] != self.hosts[self.rank]:
+            return True
+        try:
+            os.close(os.open(self.files[1].parent / SAID, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # rank 1 has gone, and its folder; or there is no room
+            return True
+        return True
 
     def _publish(self) -> None:
         (r,) = read(self.progress, 1)
@@ -289,21 +311,29 @@ class RankWatchdog:
 
     def _accuse(self, error: RankFailed) -> NoReturn:
         if self._mine.add("reporter", 1) == 1:
-            self.report(pointed(error, self.flight.out))
+            self._speak(error)
             self._mine.set("reported", str(error.rank))
         else:
             self._mine.wait(["reported"], timedelta(seconds=GONE_S))
         self._end(error.rank)
 
     def _end(self, culprit: int) -> NoReturn:
-        self._bury(culprit)
+        """The verdict is out. With rank 0 the store may go, and whoever has not looked yet could take that for a fault:
+        neither does it leave, nor is it killed, before the others have looked."""
+        self._told = True
         self._mine.set(f"seen/{self.rank}", "")
-        if self.rank == 0:  # with which the store may go, and whoever has not looked yet would speak again
-            for ranks, patience in (({*range(self.world)} - {culprit}, GONE_S), ({culprit}, 5 * EVERY_S)):
-                limit = clock.now() + (0.0 if self._buried in ranks else patience)
-                while not self._mine.check([f"seen/{r}" for r in ranks]) and clock.now() < limit:
-                    clock.sleep_until(clock.now() + 0.02)
+        if 0 in (self.rank, culprit):
+            self._seen({*range(self.world)} - {culprit}, GONE_S)
+        self._bury(culprit)
+        if self.rank == 0 and self._buried != culprit:
+            self._seen({culprit}, 5 * EVERY_S)
         self._leave()
+
+    def _seen(self, ranks: set[int], patience_s: float) -> None:
+        """They have read the verdict, or had the time to."""
+        limit = clock.now() + patience_s
+        while not self._mine.check([f"seen/{r}" for r in ranks]) and clock.now() < limit:
+            clock.sleep_until(clock.now() + 0.02)
 
     def _bury(self, culprit: int) -> None:
         """It may be stopped, and would outlive us; what is dead does not clean up behind itself."""
@@ -316,9 +346,10 @@ class RankWatchdog:
 
     def _leave(self) -> NoReturn:
         """Without any farewell, which might hang; only this rank's own folder goes with it."""
-        self.flight.tell()
-        shutil.rmtree(self.progress.parent, ignore_errors=True)
-        os._exit(FAILED)
+        with self._words:
+            self.flight.tell()
+            shutil.rmtree(self.progress.parent, ignore_errors=True)
+            os._exit(FAILED)
 
 
 def _record(rank: int, text: bytes, now: float) -> RankRecord:
