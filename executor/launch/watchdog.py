@@ -19,7 +19,7 @@ from executor.device.progress import RankRecord, RankState, read
 from executor.launch.store import put, take
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.flight import RankFlight, pointed
-from executor.runtime.worker import failure
+from executor.runtime.worker import PATIENCE_S, failure
 from executor.transport.base import TransportError
 from ir.core.errors import ErrorKind, PiperError
 
@@ -134,13 +134,17 @@ class RankWatchdog:
 
     def part(self) -> None:
         """All end together, rank 0 last: its machine may hold the store."""
-        if self.rank == 0:
-            self.store.set("over", "")
-        self.store.wait(["over"])
+        try:
+            if self.rank == 0:
+                self.store.set("over", "")
+            self.store.wait(["over"], timedelta(seconds=PATIENCE_S))  # a long trace; who watches sees rank 0 die
+        except RuntimeError:
+            self._orphaned()
         self._stop()
-        self.store.add("gone", 1)
-        while self.rank == 0 and self.store.add("gone", 0) < self.world:
-            clock.sleep_until(clock.now() + 0.01)
+        with suppress(RuntimeError):  # all has been handed over
+            self.store.add("gone", 1)
+            while self.rank == 0 and self.store.add("gone", 0) < self.world:
+                clock.sleep_until(clock.now() + 0.01)
 
     def fall(self, error: BaseException) -> NoReturn:
         """This rank has failed: leave word, wait until somebody has reported it, end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -75,7 +76,7 @@ class Ranks:
         self.eyes[1]._see([0, 1], 0.0)
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(watchdog, "GONE_S", 0.0)
-        monkeypatch.setattr(watchdog.os, "kill", self._kill)
+        monkeypatch.setattr(os, "kill", self._kill)
         monkeypatch.setattr(RankWatchdog, "_leave", self._leave)
 
     def _report(self, error: Exception) -> None:
@@ -158,3 +159,18 @@ def test_without_a_word_from_rank_0_rank_1_speaks(ranks: Ranks) -> None:
     with pytest.raises(Left):
         ranks.eyes[1]._watch()
     assert len(ranks.said) == 1 and "rank 0 failed at 0B1: it has vanished" in ranks.said[0]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_rank_0_that_dies_as_it_hands_over_is_named_and_behind_that_it_is_not(ranks: Ranks, over: bool) -> None:
+    eyes = ranks.eyes[1]
+    ranks.monkeypatch.setattr(eyes, "_stop", lambda: setattr(ranks.store, "gone", over))
+    ranks.store.gone = not over
+    ranks.store["over"] = b""
+    if over:
+        eyes.part()
+        assert ranks.store.gone and not ranks.said
+    else:
+        with pytest.raises(Left):
+            eyes.part()
+        assert len(ranks.said) == 1 and "rank 0 failed at 0B1: it has vanished" in ranks.said[0]
