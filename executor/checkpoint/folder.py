@@ -6,6 +6,7 @@ A checkpoint is written under its second name, each file down to the disk, the m
 whatever has the first name and a manifest is complete, whenever anybody was killed, and nothing points to the newest.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -63,6 +64,15 @@ class CheckpointLock:
             sync_folder(self.folder)
         except OSError as error:
             raise refused(self.folder, error.strerror or str(error), "make room; or another --save") from error
+
+    def check(self) -> None:
+        """Raises OSError: the folder is not the one that was taken, nor perhaps ours: somebody has removed that."""
+        try:
+            same = os.path.samestat(os.stat(self.folder / LOCK), os.fstat(self._fd))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise FileNotFoundError(errno.ENOENT, "somebody has removed its lock", str(self.folder / LOCK))
 
     def free(self) -> None:
         os.close(self._fd)

@@ -16,7 +16,18 @@ from typing import Any
 
 import msgspec
 
-from executor.checkpoint.folder import STOP, CheckpointLock, Tick, part_of, prune, publish, said, step_name, sweep
+from executor.checkpoint.folder import (
+    STOP,
+    CheckpointLock,
+    Tick,
+    check_room,
+    part_of,
+    prune,
+    publish,
+    said,
+    step_name,
+    sweep,
+)
 from executor.checkpoint.manifest import (
     VERSION,
     CheckpointManifest,
@@ -36,6 +47,7 @@ from executor.optim.sync import BucketSync
 from executor.parallel.shares import ParamShard
 from executor.transport.base import Transport
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import FULL
 from ir.job.build import PreparedJob
 from ir.job.run_options import KEPT, CheckpointOptions
 from ir.plan.places import RankPlacement
@@ -80,6 +92,7 @@ class RankCheckpoint:
         if s.save is not None and self.rank == 0:
             self.progress.op(-1, "begin")
             self._lock = CheckpointLock(self._folder)
+            check_room(self._folder, Path(s.resume) if s.resume else None, force=s.force)  # since it was looked at
             sweep(self._folder, self.progress.go_on)
             name = uuid.uuid4().hex[:12]
             self._lock.say(s.run or name, name)
@@ -155,7 +168,10 @@ class RankCheckpoint:
         complete = self.saved == str(self._folder / step_name(done))
         what = f"{step_name(done)} is saved, an older one cannot go" if complete else f"cannot save {step_name(done)}"
         message = f"{what}: {getattr(error, 'strerror', None) or error}"
-        fix = f"make room; {self.saved or self.saving.resume or 'no checkpoint'} is complete"
+        last = self.saved or self.saving.resume
+        last = last if last is not None and (Path(last) / MANIFEST).exists() else "no checkpoint"
+        full = getattr(error, "errno", None) in FULL
+        fix = f"{'make room' if full else 'a folder that stays, and can be written to'}; {last} is complete"
         file = str(getattr(error, "filename", None) or self.saving.save)
         return PiperError(ErrorKind.IO, message, file=file, suggestion=fix)
 
@@ -193,6 +209,8 @@ class RankCheckpoint:
 
     def _finish(self, done: int, tick: Tick) -> None:
         """Rank 0: add the manifest to what all ranks have written, and give it its name."""
+        if self._lock is not None:
+            self._lock.check()
         folder, notes = part_of(self._folder, done, self._name), self._notes(done)
         parts = [part for note in notes for part in msgspec.json.decode(note.read_bytes(), type=list[RankManifest])]
         with (folder / MANIFEST).open("xb") as file:

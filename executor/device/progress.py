@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from io import FileIO
 from pathlib import Path
 
 
@@ -154,13 +153,18 @@ def create(path: Path, world: int) -> None:
 def read(path: Path, world: int) -> list[RankRecord]:
     """Each rank's last whole record; one that was replaced twice meanwhile is read again."""
     with path.open("rb", buffering=0) as file:
-        return [_record(rank, _part(file, rank)) for rank in range(world)]
+        return [record(file.fileno(), rank) for rank in range(world)]
 
 
-def _part(file: FileIO, rank: int) -> bytes:
+def record(fd: int, rank: int) -> RankRecord:
+    """A rank's last whole record, of a file that is open, whatever has become of its name."""
+    return _record(rank, _part(fd, rank))
+
+
+def _part(fd: int, rank: int) -> bytes:
     """A rank's part of the file, in which the record that its count names is whole."""
     while True:
-        part, again = (os.pread(file.fileno(), size, rank * RECORD_BYTES) for size in (RECORD_BYTES, _COUNT.size))
+        part, again = (os.pread(fd, size, rank * RECORD_BYTES) for size in (RECORD_BYTES, _COUNT.size))
         if part[: _COUNT.size] == again:
             return part
 

@@ -97,6 +97,8 @@ def verdict(f: RankFindings) -> RankFailed:
 def _exit_reason(code: int) -> str:
     if code == NO_ROOM:
         return f"no room is left in {tempfile.gettempdir()}, nor to say more: free space, or name another in TMPDIR"
+    if code == -signal.SIGBUS:
+        return "killed by SIGBUS: a file that it reads as memory, of data or weights, was cut short"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 

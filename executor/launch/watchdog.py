@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from executor.device import clock
-from executor.device.progress import RankRecord, RankState, read
+from executor.device.progress import RankRecord, RankState, read, record
 from executor.launch.store import put, take
 from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.flight import RankFlight, pointed
@@ -199,7 +200,7 @@ class RankWatchdog:
         with self._words:
             seen = self._here(0) or self._sights[0].record
             if self.rank == 1 and seen is not None:
-                (me,) = read(self.progress, 1)
+                me = record(self._pages, 0)
                 waiting = {1: me.op} if me.op else {}
                 self._speak(RankFailed(reason, rank=0, op=seen.op or None, waiting=waiting))
             self._bury(0)
@@ -225,10 +226,14 @@ class RankWatchdog:
             return True
         return True
 
+    @cached_property
+    def _pages(self) -> int:
+        """This rank's own progress: open as long as the process lives, as somebody may remove its name."""
+        return os.open(self.progress, os.O_RDONLY | os.O_CLOEXEC)
+
     def _publish(self) -> None:
-        (r,) = read(self.progress, 1)
         self._count += 1
-        self._mine.set(f"at/{self.rank}", self._said(r))
+        self._mine.set(f"at/{self.rank}", self._said(record(self._pages, 0)))
         if self._ended_s is not None or self._failure_s is not None:  # who is gone can say no more where it was
             for rank in range(self.world):
                 if rank != self.rank and (near := self._here(rank)) is not None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
-from ir.core.files import run_file
+from ir.core.files import FULL, run_file
 
 NO_ROOM = os.EX_CANTCREAT  # a rank's exit code where even why it failed cannot be written
 _LOADING = threading.Lock()
@@ -49,14 +49,24 @@ def _find(target: dict[str, str]) -> Callable[..., object]:
 
 @contextmanager
 def temporary() -> Iterator[None]:
-    """Raise PiperError (io) where there is no room for temporary files."""
+    """Raise PiperError (io) where there is no room for temporary files, no place for them, or somebody removes them."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        fix = "name a folder that can be written to in TMPDIR"
+        raise PiperError(ErrorKind.IO, f"{error.strerror}", key="TMPDIR", suggestion=fix) from error
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        name = str(error.filename)
+        if error.errno in (*FULL, errno.EROFS):
+            message, fix = f"cannot be written: {error.strerror}", "free space there, or name another folder in TMPDIR"
+        elif error.errno == errno.ENOENT and name.startswith(os.path.join(folder, "piper-")):
+            folder, message = name, "somebody has removed it, and the run needs it"
+            fix = "name a folder that stays as long as the run in TMPDIR"
+        else:
             raise
-        message, fix = f"cannot be written: {error.strerror}", "free space there, or name another folder in TMPDIR"
-        raise PiperError(ErrorKind.IO, message, file=tempfile.gettempdir(), suggestion=fix) from error
+        raise PiperError(ErrorKind.IO, message, file=folder, suggestion=fix) from error
 
 
 def write_whole(path: Path, text: str) -> None:

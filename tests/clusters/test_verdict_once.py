@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -174,3 +175,10 @@ def test_rank_0_that_dies_as_it_hands_over_is_named_and_behind_that_it_is_not(ra
         with pytest.raises(Left):
             eyes.part()
         assert len(ranks.said) == 1 and "rank 0 failed at 0B1: it has vanished" in ranks.said[0]
+
+
+def test_a_rank_whose_temporary_files_somebody_removes_still_shows_life(ranks: Ranks) -> None:
+    shutil.rmtree(ranks.eyes[1].progress.parent)
+    said = ranks.store["at/1"]
+    ranks.eyes[1]._publish()
+    assert ranks.store["at/1"] != said and b"0B1" in ranks.store["at/1"]

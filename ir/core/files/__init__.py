@@ -3,9 +3,10 @@
 from ir.core.files.parse import check_plain, parse_csv, parse_json, parse_toml, read_json, read_toml
 from ir.core.files.read import FileErrors, check_regular, cut, named_path, read_bytes, read_text, run_file
 from ir.core.files.typed import HIDDEN, Text, resolve_types, typed, words
-from ir.core.files.write import finite, writing
+from ir.core.files.write import FULL, finite, writing
 
 __all__ = [
+    "FULL",
     "HIDDEN",
     "FileErrors",
     "Text",

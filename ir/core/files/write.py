@@ -1,11 +1,14 @@
 """What is written while something runs: errors that name the file, numbers as JSON has them."""
 
+import errno
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk, a quota, a limit
 
 
 @contextmanager
@@ -14,7 +17,10 @@ def writing(file: Path, key: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message, fix = f"cannot be written: {error.strerror or error}", f"make room there; or another {key}"
+        message, fix = (
+            f"cannot be written: {error.strerror or error}",
+            f"{'make room there; or ' if error.errno in FULL else ''}another {key}",
+        )
         allowed = "a folder that can be written to"
         raise PiperError(ErrorKind.IO, message, file=str(file), key=key, allowed=allowed, suggestion=fix) from error
 

@@ -280,7 +280,7 @@ def folders(root: Path) -> State:
     state = State.of(root / "job", *SETS)
     state.fill(drawn(state, SLOTS, torch.float64))
     for step in (2, 4):
-        state.save(root / "saved", step, run="one", keep=9)
+        state.save(root / "saved", step, run="one", keep=9, force=True)
     shutil.copytree(root / "saved", root / "other")
     (root / "other" / "step-000004" / "manifest.json").unlink()
     for path in ("empty", "half/step-000002.tmp-abc", "taken/step-000003.tmp-abc", "taken/a", "taken/b", "taken/c"):

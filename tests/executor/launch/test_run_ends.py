@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from executor.launch.verdict import _exit_reason
 from executor.runtime import worker
 from executor.runtime.target import NO_ROOM, describe
 from executor.runtime.worker import RankContext
+from ir.core.errors import PiperError
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import COMMAND, pids, started
 from tests.executor.launch.test_run_command import command
@@ -97,6 +99,23 @@ def test_no_room_for_temporary_files_is_said_of_them(
     out = tmp_path / "out"
     error = command(capfd, "run", str(job_file(tmp_path)), "-n", "2", "--out", str(out), code=2)["error"]
     assert error["kind"] == "io" and error["file"] == str(out / "ranks.json") and list(out.iterdir()) == []
+
+
+def _removing(ctx: RankContext) -> None:
+    shutil.rmtree(ctx.dir)
+    threading.Event().wait()
+
+
+def test_temporary_files_that_somebody_removes_or_that_have_no_place_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PiperError, match="somebody has removed it") as info:
+        launch.launch(_removing, 1)
+    assert info.value.kind.value == "io" and "piper-run-" in str(info.value.file) and "TMPDIR" in str(info.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+        with pytest.raises(PiperError, match="No usable temporary directory") as info, launch.scratch("piper-"):
+            pass
+    assert info.value.kind.value == "io" and info.value.key == "TMPDIR"
 
 
 def test_what_is_left_among_temporary_files_does_not_take_the_losses_along(
