@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def _rank(spec: Mapping[str, Any], folder: Path, rank: int, progress: RankProgre
         code = _leave_word(folder, rank, error)
         progress.end(RankState.FAILED)
         if spec["flight"] and code != NO_ROOM:
-            write_whole(operations_file(folder, rank), operations())
+            with suppress(OSError):  # why it failed is said, and stays
+                write_whole(operations_file(folder, rank), operations())
         hub.fail(rank)
         return code
 

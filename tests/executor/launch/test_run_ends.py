@@ -226,9 +226,9 @@ def _done(_: RankContext) -> int:
     return 7
 
 
-@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize(("left", "flight"), [(0, False), (1, False), (1, True)])
 def test_a_rank_without_room_for_its_result_says_where_or_its_exit_code_does(
-    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    left: int, flight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create(tmp_path / "progress", 1)
     pen, room, writing = RankProgress(tmp_path / "progress", 0), [False, True][: left + 1], worker.write_whole
@@ -239,7 +239,7 @@ def test_a_rank_without_room_for_its_result_says_where_or_its_exit_code_does(
         writing(path, text)
 
     monkeypatch.setattr(worker, "write_whole", write)
-    spec = {"world": 1, "target": describe(_done), "args": {}, "flight": False}
+    spec = {"world": 1, "target": describe(_done), "args": {}, "flight": flight}
     code = worker._rank(spec, tmp_path, 0, pen, worker.LocalRanks())
     said = (tmp_path / "failure-0").read_text() if left else _exit_reason(code)
     assert code == (1 if left else NO_ROOM) and tempfile.gettempdir() in said and "TMPDIR" in said
