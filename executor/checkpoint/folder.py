@@ -6,6 +6,7 @@ A checkpoint is written under its second name, each file down to the disk, the m
 whatever has the first name and a manifest is complete, whenever anybody was killed, and nothing points to the newest.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -138,6 +139,7 @@ def _holder(words: bytes) -> str:
 
 STOP = "stop"
 _STEP = re.compile(r"step-(\d{6,})")
+_HERE, _RENAME_EXCHANGE = -100, 2  # of Linux: AT_FDCWD, and a flag
 _PART = re.compile(r"step-\d{6,}\.tmp-.+")
 Tick = Callable[[], None]
 
@@ -233,12 +235,22 @@ def publish(part: Path, step: int, tick: Tick) -> Path:
     """The checkpoint is complete from here on: everything in it is on the disk."""
     final, old = part.with_name(step_name(step)), part.with_name(f"{part.name}.old")
     sync_folder(part)
-    if final.exists():  # under --force
-        final.rename(old)
-    part.rename(final)
+    if final.exists() and _exchanged(part, final):  # under --force
+        old = part
+    else:
+        if final.exists():
+            final.rename(old)
+        part.rename(final)
     sync_folder(final.parent)
     _remove(old, tick)
     return final
+
+
+def _exchanged(a: Path, b: Path) -> bool:
+    """Give each the other's name, with no moment at which one of them has neither. Not every file system can."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = _HERE, os.fsencode(a), _HERE, os.fsencode(b)
+    return exchange is not None and exchange(*names, _RENAME_EXCHANGE) == 0
 
 
 def prune(folder: Path, run: str, step: int, keep: int, *, force: bool, tick: Tick) -> None:

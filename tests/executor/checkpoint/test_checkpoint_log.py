@@ -46,6 +46,7 @@ class Disk:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, full: int = -1) -> None:
         self.folder, self.lines, self.full = folder, list[str](), full
+        self._rename = os.rename
         for module, names in {
             os: ("write", "pwrite", "fsync", "ftruncate", "close", "open"),
             fcntl: ("flock",),
@@ -55,6 +56,7 @@ class Disk:
         for name in ("rename", "unlink", "mkdir", "rmdir"):
             monkeypatch.setattr(os, name, partial(self._named, getattr(os, name), name))
         monkeypatch.setattr(io, "open", partial(self._opened, io.open))
+        monkeypatch.setattr(folder_module, "_exchanged", self._exchanged)
 
     def note(self, line: str) -> None:
         at, self.full = self.full, self.full - (line[0] != " " and not line.startswith("close"))
@@ -77,6 +79,13 @@ class Disk:
         if named.get("dir_fd") is None and str(given[0]).startswith(str(self.folder)):
             self.note(f"{name} {' '.join(map(str, given))}")
         return real(*given, **named)
+
+    def _exchanged(self, a: Path, b: Path) -> bool:
+        """As it is on any file system."""
+        self.note(f"exchange {a} {b}")
+        for one, other in ((a, f"{a}.by"), (b, a), (f"{a}.by", b)):
+            self._rename(one, other)
+        return True
 
     def _opened(self, real: Any, file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
         if str(file).startswith(str(self.folder)):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from executor.checkpoint import folder as folder_module
 from executor.checkpoint.folder import complete
 from executor.checkpoint.manifest import read_manifest
 from executor.launch import run as cli
@@ -42,6 +44,27 @@ def test_what_another_run_has_saved_since_it_was_looked_at_stays(
     with pytest.raises(RankFailed, match=says) as error:
         run(steps=3, saving=CheckpointOptions(str(folder), 1, resume=str(folder) if resume else None))
     assert error.value.rank == 0 and max(complete(folder)) == 2
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_at_no_moment_of_replacing_a_checkpoint_is_there_none(
+    able: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed at a change of names leaves what was there, or what is new; control: where disks cannot."""
+    state, folder, seen, rename = State.of(tmp_path, "parallel.pp=1"), tmp_path / "folder", list[int](), os.rename
+    state.fill(drawn(state, SLOTS, torch.float64))
+    before = read_manifest(state.save(folder, 2))
+
+    def noted(*names: str) -> None:
+        rename(*names)
+        seen.append(len(complete(folder)))
+
+    monkeypatch.setattr(os, "rename", noted)
+    if not able:
+        monkeypatch.setattr(folder_module, "_exchanged", lambda *_: False)
+    after = read_manifest(state.save(folder, 2, force=True))
+    assert after.run != before.run and list(complete(folder)) == [2]
+    assert (0 in seen) is not able and {p.name for p in folder.iterdir()} == {"lock", "step-000002"}
 
 
 @pytest.mark.parametrize("anew", [False, True])
