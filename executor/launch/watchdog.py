@@ -88,13 +88,7 @@ class RankWatchdog:
         me = json.dumps([os.getpid(), host(), digest, str(self.progress)])
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)
-        keys = [f"here/{r}" for r in range(self.world)]
-        try:
-            found = [json.loads(text) for text in self.store.multi_get(keys)]
-        except RuntimeError as error:
-            if absent := [r for r, key in enumerate(keys) if not self.store.check([key])]:
-                raise TransportError(f"it did not come in {STARTUP_S:.0f} s", absent) from error
-            raise
+        found = [json.loads(text) for text in self.store.multi_get(self._all("here"))]
         self.pids, self.hosts = [pid for pid, *_ in found], [name for _, name, *_ in found]
         self.files = [Path(file) for *_, file in found]
         if any(theirs != digest for _, _, theirs, _ in found):
@@ -103,13 +97,16 @@ class RankWatchdog:
         return self.pids
 
     def start(self) -> None:
-        """Watch from now on. A launcher that ends everybody leaves us the time to say why."""
+        """Watch from now on. A launcher that ends everybody leaves us the time to say why.
+
+        Raises TransportError: who has not come as far.
+        """
         self._began_s = clock.now()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else whoever took it decides
             with suppress(ValueError):  # a thread that is not the main one may not
                 signal.signal(signal.SIGTERM, self._told_to_end)
         self._publish()
-        self.store.wait([f"at/{r}" for r in range(self.world)])
+        self._all("at")
         self._looked_s = clock.now()
         self._threads = [
             threading.Thread(target=self._watch, name="lookout", daemon=True),
@@ -118,6 +115,17 @@ class RankWatchdog:
         for thread in self._threads:
             thread.start()
         atexit.register(self._stop)  # a loop that ends without a close
+
+    def _all(self, name: str) -> list[str]:
+        """Every rank's key of a name, once all are there."""
+        keys = [f"{name}/{r}" for r in range(self.world)]
+        try:
+            self.store.wait(keys)
+        except RuntimeError as error:
+            if absent := [r for r, key in enumerate(keys) if not self.store.check([key])]:
+                raise TransportError(f"it did not come in {STARTUP_S:.0f} s", absent) from error
+            raise
+        return keys
 
     def tell(self, text: str | None) -> str:
         """What rank 0 has to say to all; everybody else says None."""

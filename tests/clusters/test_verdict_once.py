@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -182,3 +183,16 @@ def test_a_rank_whose_temporary_files_somebody_removes_still_shows_life(ranks: R
     said = ranks.store["at/1"]
     ranks.eyes[1]._publish()
     assert ranks.store["at/1"] != said and b"0B1" in ranks.store["at/1"]
+
+
+def test_a_rank_that_stops_before_anybody_watches_is_the_culprit(ranks: Ranks) -> None:
+    del ranks.store["at/1"]
+    ranks.monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    with pytest.raises(TransportError, match="it did not come") as error:
+        ranks.eyes[0].start()
+    assert error.value.peers == (1,)
+    ranks.monkeypatch.setattr(watchdog, "GONE_S", 10.0)
+    ranks.monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
+    with pytest.raises(Left):
+        ranks.eyes[0].fall(error.value)
+    assert len(ranks.said) == 1 and "rank 1 failed" in ranks.said[0] and ranks.killed == [1001]
