@@ -102,12 +102,13 @@ def _buffers(manifest: CheckpointManifest) -> dict[str, Tensor]:
 
 def _read_from(manifest: CheckpointManifest, what: str) -> HubCheckpoint | None:
     """The files that training started from, if it started from any."""
-    if (path := manifest.job.get("model", {}).get("weights")) is None:
+    model = manifest.job.get("model", {})
+    if (path := model.get("weights")) is None:
         return None
     if not Path(path).exists():
         message = f"{what} was read from {path}, which is not here"
         raise PiperError(ErrorKind.USAGE, message, key="model.weights", allowed=f"{path}, seen from this folder")
-    return HubCheckpoint(Path(path))
+    return HubCheckpoint(Path(path), tuple(model.get("drawn", ())))
 
 
 def _config(manifest: CheckpointManifest, dtype: DType) -> Mapping[str, Any]:

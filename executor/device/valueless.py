@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -30,8 +30,10 @@ class ValuelessModel(OpWatch):
     (True, True, False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drawn: Collection[int] = ()) -> None:
+        """drawn: which registrations of parameters have values all the same, counted as they come."""
         super().__init__()
+        self._drawn, self._registered = frozenset(drawn), list[tuple[nn.Module, str]]()
         self._storages: dict[int, StorageWeakRef] = {}  # weak: their addresses are not given again while these live
 
     @contextmanager
@@ -43,6 +45,17 @@ class ValuelessModel(OpWatch):
                 yield self
         finally:
             del _BUILDS.mode
+
+    def register(self, module: nn.Module, name: str, param: Tensor) -> None:
+        """A module is given a parameter."""
+        if len(self._registered) not in self._drawn:
+            self.note(param)
+        self._registered.append((module, name))
+
+    def registered(self, module: nn.Module, names: Collection[str]) -> list[int]:
+        """Which registrations made parameters of what was built, by their names in it."""
+        places = {(id(module.get_submodule(n.rpartition(".")[0])), n.rpartition(".")[2]) for n in names}
+        return [k for k, (part, name) in enumerate(self._registered) if (id(part), name) in places]
 
     def note(self, tensor: Tensor) -> None:
         """Its values are not there."""
@@ -96,7 +109,7 @@ _BUILDS = threading.local()  # mode: of the thread that builds
 def _registered(module: nn.Module, name: str, param: Tensor | None) -> None:
     mode: ValuelessModel | None = getattr(_BUILDS, "mode", None)
     if mode is not None and param is not None:
-        mode.note(param)
+        mode.register(module, name, param)
 
 
 register_module_parameter_registration_hook(_registered)  # once: threads that make modules walk through torch's table

@@ -72,14 +72,14 @@ def capture(
     kernels as a compiler fuses them; else one by one. axes: over which ranks it is divided.
     """
     (size, length), divided = batch, captured_shard(**axes)
-    if isinstance(reference, str):
-        name = reference
-        build: Callable[[], object] = partial(_built_without_values, load_callable(reference))
-    else:
-        name, build = type(reference).__name__, partial(_without_values, reference)
-    with without_values():
+    with without_values() as call:
+        if isinstance(reference, str):
+            name = reference
+            build: Callable[[], object] = partial(_built_without_values, call, load_callable(reference))
+        else:
+            name, build = type(reference).__name__, partial(_without_values, reference)
         before = torch.get_default_dtype()
-        torch.set_default_dtype(TORCH[dtype])  # a module's own `.to` is refused where there are no values
+        torch.set_default_dtype(TORCH[dtype])
         given = partial(UserModel, build, dtype=None, tags=tags, batch=batch)
         region, whole = divided.region, dict[str, PartMeasure]()
         axis = next((a for a in (region.tp, region.cp) if isinstance(a, MessageAxis)), None)
@@ -104,13 +104,18 @@ def capture(
     return {**found, **cut, **shared, **({"ep": ep} if ep > 1 else {})}
 
 
-def _built_without_values(build: object) -> object:
-    """What `build` makes inside the fake mode; what it has read from files, too, is left without values."""
-    assert callable(build)
-    made = build()
-    if not isinstance(made, nn.Module) or all(isinstance(p, FakeTensor) for p in made.parameters()):
+def _built_without_values(call: Callable[[Callable[[], object]], object], build: Any) -> object:
+    """What `build` makes inside the fake mode; what it has read from files, too, is left without values, and what it
+    has converted is in the format that tensors are made in now.
+    """
+    made = call(build)
+    if not isinstance(made, nn.Module) or all(map(_usual, (*made.parameters(), *made.buffers()))):
         return made
     return _without_values(made)
+
+
+def _usual(t: Tensor) -> bool:
+    return isinstance(t, FakeTensor) and not (t.is_floating_point() and t.dtype != torch.get_default_dtype())
 
 
 def _without_values(module: nn.Module) -> nn.Module:

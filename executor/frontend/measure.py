@@ -8,6 +8,7 @@ measures all units of a model.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,17 +163,37 @@ def _input_grad(
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
-    """Tensors made inside have shapes and no values, and take no memory."""
-    with _OneMode(allow_non_fake_inputs=True), on_host():
-        yield
+def without_values() -> Iterator[Callable[[Callable[[], object]], object]]:
+    """Tensors made inside have shapes and no values, and take no memory. Gives what is to call a user's `build`."""
+    with _OneMode(allow_non_fake_inputs=True) as mode, on_host():
+        yield mode.built
 
 
 class _OneMode(FakeTensorMode):
-    """Copies of its tensors are its own: `build` may copy layers (torch.nn.TransformerEncoder does)."""
+    """Copies of its tensors are its own: `build` may copy layers (torch.nn.TransformerEncoder does).
+
+    building: nothing is remembered of the tensors made, as `Module.to` (which peft calls) swaps none that are.
+    """
+
+    building = False
 
     def __deepcopy__(self, memo: object) -> "_OneMode":
         return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # untyped
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            if self.building:
+                self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+    def built(self, build: Callable[[], object]) -> object:
+        """What `build` makes."""
+        self.building = True
+        try:
+            return build()
+        finally:
+            self.building = False
 
 
 def survey(

@@ -64,7 +64,9 @@ def model_of(
 
 def weights_of(job: Job) -> HubCheckpoint | None:
     """The checkpoint that `[model] weights` names, if any. Its path starts at the job's folder."""
-    return None if job.model.weights is None else HubCheckpoint(Path(named_path(job.file, job.model.weights)))
+    if job.model.weights is None:
+        return None
+    return HubCheckpoint(Path(named_path(job.file, job.model.weights)), job.model.drawn)
 
 
 def check_weights(prepared: PreparedJob) -> None:

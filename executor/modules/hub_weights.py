@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from executor.parallel.shares import ParamShard
-from ir.core.errors import ErrorKind, nearest
+from ir.core.errors import ErrorKind, job_error, nearest
 from ir.core.files import FileErrors, check_regular, read_json, typed
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -67,20 +67,26 @@ class StoredParam:
 
 
 def _spellings(name: str, shape: tuple[int, ...]) -> list[StoredParam]:
-    """All that are known: as transformers has it in memory, as each family saves it, GPT-2's without its prefix."""
-    short = name.removeprefix("transformer.")
-    return [StoredParam(((name,),)), *(StoredParam.of(name, shape, t) for t in _SPELT), StoredParam(((short,),))]
+    """All that are known: as transformers has it in memory, as each family saves it, GPT-2's without its prefix; and of
+    a module that peft has put adapters in the same, under the name that it had before.
+    """
+    bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    short = bare.removeprefix("transformer.")
+    families = [StoredParam.of(bare, shape, t) for t in _SPELT]
+    return [StoredParam(((name,),)), StoredParam(((bare,),)), *families, StoredParam(((short,),))]
 
 
 @dataclass(frozen=True)
 class HubCheckpoint:
-    """The tensors of a folder of safetensors files, or of one such file.
+    """The tensors of a folder of safetensors files, or of one such file. drawn: patterns of parameters' names that they
+    need not have.
 
     Files are mapped, and of each tensor only what a rank holds is copied. Raises PiperError (io): a file that is
     not there, that the index names outside of the folder, or that is no safetensors file.
     """
 
     path: Path
+    drawn: tuple[str, ...] = ()
 
     @cached_property
     def _tensors(self) -> Mapping[str, tuple[Path, Any]]:
@@ -120,7 +126,10 @@ class HubCheckpoint:
     def check(self, shapes: Mapping[str, tuple[int, ...]], biases: Mapping[str, tuple[int, ...]]) -> None:
         """Raise PiperError for a parameter that is missing or has another shape or format, and for one that is left."""
         read = set[str]()
+        self._check_drawn(shapes)
         for name, shape in {**shapes, **biases}.items():
+            if self.lacks(name, shape):
+                continue
             at = self._find(name, shape)
             for tensor in (n for names in at.names for n in names):
                 self._check(tensor, at.shape(shape), NUMBERS if name in shapes else NUMBERS + COUNTS)
@@ -133,12 +142,24 @@ class HubCheckpoint:
         for name in (n for n in self._tensors if n not in read and any(fnmatchcase(n, u) for u in _TIED)):
             self._check_copy(name, shapes)
 
+    def _check_drawn(self, names: Iterable[str]) -> None:
+        """Raise PiperError (job) for a pattern that no parameter is called by: a typo."""
+        for pattern in self.drawn:
+            if not any(fnmatchcase(n, pattern) for n in names):
+                message, fix = f"no parameter is called {pattern!r}", nearest(pattern, names)
+                raise job_error("model.drawn", message, fix, f"patterns of names like {min(names)}")
+
+    def lacks(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether they do not have a parameter, and need not."""
+        return any(fnmatchcase(name, p) for p in self.drawn) and self._at(name, shape) is None
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def beside(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Tensors that are no parameter: buffers of a module, in the order of their names."""
-        found = (names for name, shape in shapes.items() for names in self._find(name, shape).names)
+        each = (self._find(name, shape) for name, shape in shapes.items() if not self.lacks(name, shape))
+        found = (names for at in each for names in at.names)
         read = {n for names in found for n in names}
         return sorted(n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES + _TIED))
 
@@ -162,12 +183,20 @@ class HubCheckpoint:
             message = f"{name} is stored in {form}, whose scales are not applied here"
             raise FORM.wrong(message, str(file), None, ", ".join(NUMBERS), "weights that are not quantised")
 
+    def _at(self, name: str, shape: tuple[int, ...]) -> StoredParam | None:
+        each = _spellings(name, shape)
+        return next((at for at in each if all(n in self._tensors for names in at.names for n in names)), None)
+
     def _find(self, name: str, shape: tuple[int, ...]) -> StoredParam:
-        for at in _spellings(name, shape):
-            if all(n in self._tensors for names in at.names for n in names):
-                return at
-        allowed, near = "all parameters of the job's model", nearest(name, self._tensors)
-        raise FORM.wrong(f"no tensor for {name}", str(self.path), None, allowed, near)
+        if (found := self._at(name, shape)) is not None:
+            return found
+        near, allowed = (
+            nearest(name, self._tensors),
+            "all parameters of the job's model but those that model.drawn names",
+        )
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        fix = f'{f"{near}, or " if near else ""}model.drawn = ["{pattern}"], if it is new and trained'
+        raise FORM.wrong(f"no tensor for {name}", str(self.path), None, allowed, fix)
 
     def read(self, name: str, share: ParamShard, dtype: torch.dtype) -> Tensor:
         """A rank's share of a parameter: a tensor of its own, rounded to `dtype`."""

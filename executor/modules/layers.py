@@ -48,7 +48,7 @@ class Params:
             share = self.shares.get(name, ParamShard(shape))
             if self.dtype is None:
                 value = torch.empty(shape, device="meta")
-            elif self.weights is not None:
+            elif self.weights is not None and not self.weights.lacks(name, shape):
                 value = self.weights.read(name, share, self.dtype)
             else:
                 value = initial(name, share, self.seed, self.std, self.dtype, start, self.where)

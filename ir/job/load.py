@@ -107,6 +107,9 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     if not given and "model_type" not in job.model.overrides:
         allowed = "a preset or a path to config.json, or model_type and the keys of one"
         raise job_error("model.config", "no model", '"llama3-8b"', allowed)
+    if job.model.drawn and job.model.weights is None:
+        message = "says what the files of model.weights need not have, and there are none: all is drawn"
+        raise job_error("model.drawn", message, "leave it out", "patterns of names, beside model.weights")
     _check_schedule(job.schedule)
     if job.schedule.layout is not None and job.parallel.layers != "balanced":
         message = "layout and parallel.layers both say where layers stand"

@@ -30,9 +30,10 @@ class ModelSection:
     """What is trained. Any key of the Hugging Face config may be set inline; those land in `overrides`.
 
     Without config and graph, `model_type` and the keys set inline are the config. weights: a folder of safetensors
-    files with a run's first values, as the Hub has them; without it they are drawn from the seed. tp_plan: how tp
-    divides the linears of a module of one's own, by path, where it has no plan itself. encoder_seq_len: tokens that an
-    encoder beside a decoder reads; left out, as many as the decoder.
+    files with a run's first values, as the Hub has them; without it they are drawn from the seed. drawn: patterns of
+    names of trained parameters that these files need not have (adapters, a new head), and that are drawn. tp_plan: how
+    tp divides the linears of a module of one's own, by path, where it has no plan itself. encoder_seq_len: tokens that
+    an encoder beside a decoder reads; left out, as many as the decoder.
     """
 
     config: Text = ""
@@ -44,6 +45,7 @@ class ModelSection:
     tags: Mapping[str, Text] = field(default_factory=dict)
     tp_plan: Mapping[str, Text] = field(default_factory=dict)
     weights: Text | None = None
+    drawn: tuple[Text, ...] = ()
     seed: Natural = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
 

@@ -199,8 +199,15 @@ def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
 
 
 def options(module: nn.Module) -> dict[str, Any]:
-    """What forward is given beside the ids."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    """What forward is given beside the ids. One that hands on whatever it is given (peft's) is asked for those inside.
+
+    >>> options(nn.Linear(1, 1))
+    {}
+    """
+    of = inspect.signature(module.forward).parameters
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in of.values())
+    asked = module.modules() if hands_on else (module,)
+    return {"use_cache": False} if any("use_cache" in inspect.signature(m.forward).parameters for m in asked) else {}
 
 
 def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> tuple[fx.Graph, str]:

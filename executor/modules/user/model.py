@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
-from executor.modules.user.annotate import cut
+from executor.modules.user.annotate import cut, model_error
 from executor.modules.user.divided.linears import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
 from executor.modules.user.given import UserModelWeights, saved_buffers
@@ -88,9 +88,8 @@ class UserModel:
         shard: ModelShard | None = None,
         values: HubCheckpoint | None = None,
     ) -> None:
-        blank = ValuelessModel()
+        module, blank = (_made(build, seed), ValuelessModel()) if values is None else _valueless(build, seed, values)
         making: Callable[[], AbstractContextManager[Any]] = nullcontext if values is None else blank.building
-        module = _made(build, seed, making)
         with making():
             self.module = module if dtype is None else _cast(module, dtype)
         params = dict(self.module.named_parameters())
@@ -241,7 +240,8 @@ class UserModel:
 
     def _weights(self, files: HubCheckpoint, frozen: Mapping[str, tuple[int, ...]]) -> UserModelWeights:
         """frozen: also what nobody reads, which files may have."""
-        named, sizes = self._names | self._frozen, {**self.shapes, **frozen}
+        named, every = self._names | self._frozen, {**self.shapes, **frozen}
+        sizes = {n: every[n] for n, _ in self.module.named_parameters()}  # in its order
         cuts, tp, buffers = dict[str, tuple[ShardCut, ...]](), self._region.tp, saved_buffers(self.module, files)
         for i, name in named.items():
             if (shard := self._stacked.get(i)) is not None:
@@ -250,7 +250,8 @@ class UserModel:
                 cuts[name] = (*cuts.get(name, ()), ShardCut(dim, tp.index, tp.size, (sizes[name][dim],)))
         shapes = {id(t): tuple(t.shape) for t in self.module.buffers()}
         shares = {n: ParamShard(sizes[n], c) for n, c in cuts.items()}
-        return UserModelWeights(files, named | buffers, sizes, {n: shapes[i] for i, n in buffers.items()}, shares)
+        given, lost = {n: shapes[i] for i, n in buffers.items()}, {n for n in self.shapes if files.lacks(n, sizes[n])}
+        return UserModelWeights(files, named | buffers, sizes, given, shares, lost, frozen)
 
     def refuse_training(self) -> None:
         """Raise PiperError for modules that would not train the same under every plan."""
@@ -340,13 +341,36 @@ class TokenShapeChunk(nn.Module):
         return found
 
 
-def _made(build: object, seed: int, making: Callable[[], AbstractContextManager[Any]]) -> nn.Module:
+def _made(build: object, seed: int, making: Callable[[], AbstractContextManager[Any]] = nullcontext) -> nn.Module:
     """What build() makes under a seed, whatever was drawn before."""
     assert callable(build)
     with TRACING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with host_seeded(seed), making():
             return checked_module(built(build))
+
+
+def _valueless(build: object, seed: int, files: HubCheckpoint) -> tuple[nn.Module, ValuelessModel]:
+    """The same without values, but for trained parameters that the files lack and need not have: these are drawn by a
+    second build(), when their names are known.
+    """
+    blank = ValuelessModel()
+    module = _made(build, seed, blank.building)
+    lacks = _drawn(module, files)
+    if lacks:
+        blank = ValuelessModel(blank.registered(module, lacks))
+        module = _made(build, seed, blank.building)
+        params = dict(module.named_parameters())
+        if odd := next((n for n in lacks if n not in params or blank.without(params[n])), None):
+            message = f"build() makes {odd} of the values of others, or otherwise each time"
+            allowed, fix = "parameters that are drawn by themselves", "draw it in the module that has it"
+            raise model_error(message, fix, allowed, "model.drawn")
+    return module, blank
+
+
+def _drawn(module: nn.Module, files: HubCheckpoint) -> list[str]:
+    """Trained parameters that files lack and need not have."""
+    return [n for n, p in module.named_parameters() if p.requires_grad and files.lacks(n, tuple(p.shape))]
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -110,6 +110,9 @@ def _styles(module: nn.Module, table: Mapping[str, str]) -> dict[str, str]:
             message, near = f"no module is called {pattern!r}", nearest(pattern, paths)
             raise job_error("model.tp_plan", message, near, ALLOWED)
         found |= dict.fromkeys(hit, style)
+    if not found:
+        message = f"{type(module).__name__} has nothing that its own tp_plan names, as where adapters are put in"
+        raise job_error("model.tp_plan", message, f'the job\'s own: tp_plan = {{"{paths[-1]}" = "…"}}', ALLOWED)
     return {p: s for p, s in found.items() if s in STYLES}
 
 
