@@ -62,7 +62,11 @@ class SplitPass:
         room: Room = lambda name, dtype: None,
         remade: RemadeBuffers | None = None,
         casts: Casts | None = None,
+        *,
+        inputs: bool = True,
     ) -> None:
+        """inputs: whether they have gradients, too."""
+        self._wanted = inputs
         self.room, self.remade, self.casts = room, remade, Casts() if casts is None else casts
         self.weights = {n: w for n, w in weights.items() if w.requires_grad}
         self.names = {id(w): n for n, w in self.weights.items()}
@@ -78,7 +82,8 @@ class SplitPass:
         device = next((t.device for t in (*inputs, *self.weights.values())), None)
         self.anchor = torch.zeros((), requires_grad=True, device=device)
         with torch.enable_grad():
-            given = [_apply(_Source, self.anchor, x) if x.is_floating_point() else x for x in inputs]
+            wanted = [self._wanted and x.is_floating_point() for x in inputs]
+            given = [_apply(_Source, self.anchor, x) if w else x for x, w in zip(inputs, wanted, strict=True)]
             self._inputs = tuple(get_gradient_edge(x) if x.requires_grad else None for x in given)
             with _Seams(self), nullcontext() if self.remade is None else self.remade.remaking():
                 out = module(*given, *extras)

@@ -34,7 +34,8 @@ class Stage:
     readers read all. exchanges: by name, what reaches its reader from another rank's unit; `exchange` begins each.
     routes: (chunk, microbatch) → the rows they carry, where these are known and not read off the device. compiled:
     units whose passes are compiled code, set by who has compiled them. remade: of units that are not recomputed whole,
-    the options of what R makes again inside (`executor.modules.remade`), set by who knows them.
+    the options of what R makes again inside (`executor.modules.remade`), set by who knows them. still: units that have
+    no backward, as nothing is trained in them nor before; edge: those that read them, whose inputs have no gradients.
 
     >>> layer = nn.Linear(1, 1, bias=False); _ = nn.init.constant_(layer.weight, 3.0)
     >>> stage = Stage({"l0": layer}, {"w": layer.weight})
@@ -60,6 +61,7 @@ class Stage:
         self.units, self._routes = dict(units), routes
         self.compiled: Mapping[str, CompiledPart] = {}
         self.remade: Mapping[str, frozenset[str]] = {}
+        self.still, self.edge = frozenset[str](), frozenset[str]()
         self.params = dict(params)
         self.grads = grads if isinstance(grads, ParamGradients) else ParamGradients(self.params, grads)
         self.recompute = frozenset(recompute)
@@ -175,8 +177,14 @@ class Stage:
     def _forward(self, mb: int, name: str) -> None:
         flow, module, reads = self._flow(mb), self.units[name], self.reads[name]
         inputs = [flow.acts[r] for r in reads]
-        unit = PartState(self._begin(name, mb), tuple(map(len, inputs)))
         acts, extras = tuple(x for values in inputs for x in values), flow.extras.pop(name, ())
+        if name in self.still:
+            outs = self._without_traces(name, acts, extras)
+            for r in reads:
+                flow.take(r)
+            flow.give(outs, self.ported(name, len(outs)), self._readers)
+            return
+        unit = PartState(self._begin(name, mb), tuple(map(len, inputs)))
         if name in self.recompute:
             unit.inputs = tuple(None if self._made_again(r, name) else flow.acts[r] for r in reads)
             unit.extras, unit.waits_for_r = extras, True
@@ -192,7 +200,8 @@ class Stage:
         part, sink = self.compiled.get(name), partial(self.grads.add, mb=mb)
         if part is not None:
             return part.begin(sink)
-        return SplitPass(self.weights[name], sink, self.grads.room, self._remade(name, mb), self._casts)
+        inward, remade = name not in self.edge, self._remade(name, mb)
+        return SplitPass(self.weights[name], sink, self.grads.room, remade, self._casts, inputs=inward)
 
     def _remade(self, name: str, mb: int) -> RemadeBuffers | None:
         """What of a unit R will make again; of what it reads, too, where that is so in the unit that made it."""
@@ -229,7 +238,9 @@ class Stage:
     def _input_grad(self, mb: int, name: str) -> None:
         unit, flow = self._take(mb, name), self._flow(mb)
         ports = self.ported(name, unit.outs)
-        flow.pass_on(self.reads[name], unit.sizes, unit.run.input_grad(*flow.arrived(ports, unit.outs)))
+        grads = unit.run.input_grad(*flow.arrived(ports, unit.outs))
+        if name not in self.edge:
+            flow.pass_on(self.reads[name], unit.sizes, grads)
         if not self.weights[name]:
             self._drop(mb, name)  # it has no W
 

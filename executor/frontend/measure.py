@@ -79,14 +79,16 @@ def measure(
     extras: Sequence[object],
     weights: Mapping[str, Tensor],
     messages: Take = _none,
+    *,
+    inward: bool = True,
 ) -> PartMeasure:
     """Run F, I and W of one unit on inputs of these shapes, inside the fake mode that its weights were made in.
 
-    messages: asked for those noted since it was last asked.
+    messages: asked for those noted since it was last asked. inward: whether inputs have gradients.
     """
     with StorageKernels([*_constants(module), *(e for e in extras if isinstance(e, Tensor))]) as t:
         due = set[int]()  # what W hands out
-        run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])))
+        run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])), inputs=inward)
         acts = [torch.ones(s, dtype=d, device="cpu") for s, d in inputs]
         ins = t.given(acts)
         t.take()
@@ -222,6 +224,7 @@ def survey(
     shapes: dict[str, Sizes] = {"": (((size, length), torch.int64),), **(given or {})}
     reads = {**wiring(built.units, built.reads), **built.reads}
     found, take = {}, () if axis is None else (axis.take,)
+    without = _without_inputs(built)
     for unit, module in built.units.items():
         inputs = tuple(s for r in reads[unit] for s in shapes[r])
         extras = batch(built, unit, size, length)
@@ -239,11 +242,30 @@ def survey(
                 with torch.no_grad():
                     module(*(torch.ones(s, dtype=d, device="cpu") for s, d in inputs), *extras)
                 take[0]() if take else None
-            found[unit] = measure(module, inputs, extras, weights, *take)
+            found[unit] = measure(module, inputs, extras, weights, *take, inward=unit not in without)
         shapes[unit] = found[unit].shapes
         shapes |= {p: tuple(shapes[unit][k] for k in at) for p, at in built.ports.get(unit, {}).items()}
         shapes |= {n: shapes[x.reads] for n, x in built.exchanges.items() if x.reads in shapes}
     return found
+
+
+def _without_inputs(built: BuiltChunks) -> frozenset[str]:
+    """Units whose inputs nobody wants a gradient of: those of chunks before the first that trains something, and of
+    that one those that read the last, where anything before is frozen."""
+    held, trained = {id(p) for p in built.frozen.values()}, {id(p) for p in built.params.values()}
+    chunks: dict[str, list[str]] = {}
+    for unit in built.units:
+        chunks.setdefault(unit.partition(".")[0], []).append(unit)
+    out, frozen = list[str](), False
+    for units in chunks.values():
+        params = {id(p) for u in units for p in built.units[u].parameters()}
+        if params & trained:
+            own = {*units, *built.exchanges, *(r for u in units for r in built.ports.get(u, ()))}
+            out += [u for u in units if not any(r in own for r in built.reads.get(u, ()))]
+            break
+        out += units
+        frozen |= bool(params & held)
+    return frozenset(out) if frozen else frozenset()
 
 
 @contextmanager

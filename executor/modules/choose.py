@@ -24,7 +24,7 @@ from ir.graph.classes import recomputed as again
 from ir.job import Job
 from ir.job.build import PreparedJob, precision_of
 from ir.job.recompute import recompute_options
-from ir.workload.part import PlacedPart
+from ir.workload.part import PlacedPart, before_training
 
 
 def model_of(
@@ -89,6 +89,15 @@ def gathered_format(prepared: PreparedJob) -> DType:
 def recomputed(prepared: PreparedJob) -> frozenset[str]:
     """The units that the job's recompute options run again, as the model graph has it."""
     return frozenset(name for _, name in again(prepared.base))
+
+
+def without_backward(entries: Sequence[PlacedPart]) -> tuple[frozenset[str], frozenset[str]]:
+    """The units that have no backward, and those that read them from another chunk."""
+    chunks = {e.chunk.name: e.chunk for e in entries}
+    still = before_training(chunks.values())
+    first = next(name for name in chunks if name not in still)
+    edge = {e.name for e in entries if still and e.chunk.name == first and "" in e.part.inputs}
+    return frozenset(e.name for e in entries if e.chunk.name in still), frozenset(edge)
 
 
 def remade_values(prepared: PreparedJob) -> dict[str, frozenset[str]]:

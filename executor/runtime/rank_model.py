@@ -12,7 +12,7 @@ from executor.autograd.stage import Stage
 from executor.device.device import Device, HostDevice, make_default, on_host
 from executor.device.placed import place
 from executor.modules.base import TORCH
-from executor.modules.choose import gathered_format, model_of, recomputed, remade_values
+from executor.modules.choose import gathered_format, model_of, recomputed, remade_values, without_backward
 from executor.modules.user.model import UserModel
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
@@ -90,8 +90,7 @@ class RankModel:
         units = [e.name for e in entries if e.stage in mine and job.run.compile and compiling is not None]
         compiled = compile_parts(prepared, built, units, device.torch, compiling)
         params = dict[str, torch.Tensor](built.params)
-        grads, again = ParamGradients(params, TORCH[precision.grads]), recomputed(prepared)
-        stages = {}
+        grads, again, stages = ParamGradients(params, TORCH[precision.grads]), recomputed(prepared), dict[int, Stage]()
         for s in mine:
             stages[s] = Stage(
                 {e.name: built.units[e.name] for e in entries if e.stage == s},
@@ -104,6 +103,7 @@ class RankModel:
                 routes=routes,
             )
             stages[s].compiled, stages[s].remade = compiled.parts, remade_values(prepared)
+            stages[s].still, stages[s].edge = without_backward(entries)
         elsewhere = repeated(plan.graph) if region.tp.index else frozenset[str]()
         config = _sync_config(prepared, elsewhere, device.ahead)
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)

@@ -8,7 +8,16 @@ from ir.core.ops import Pass
 from ir.core.work import KernelKind, Message, MessageKind, Work
 from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode, PerStepOp
 from ir.graph.recompute import RecomputedLayers
-from ir.workload.part import ENCODER, Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer
+from ir.workload.part import (
+    ENCODER,
+    Chunk,
+    KeptBuffer,
+    ModelWork,
+    PartWork,
+    PlacedPart,
+    SavedBuffer,
+    before_training,
+)
 
 NOTHING_AGAIN = RecomputedLayers()
 
@@ -66,6 +75,7 @@ class _Builder:
         self.works = [source.work(e) for e in entries]
         self.whole = [recompute.whole(e.chunk, e.part.name) for e in entries]
         self.inputs = self._resolve_inputs()
+        self.still = before_training({e.chunk.name: e.chunk for e in entries}.values())
         self.f: list[int] = []
         self.r: dict[int, int] = {}
         self.i: dict[int, int] = {}
@@ -98,7 +108,8 @@ class _Builder:
             for j in js:
                 readers[j].append(k)
         for k in reversed(range(len(self.entries))):
-            self._backward(k, readers[k])
+            if self.entries[k].chunk.name not in self.still:
+                self._backward(k, readers[k])
         graph = Graph(tuple(self.nodes), tuple(self.edges), tuple(self.entries), source=self.source)
         return prune_recompute(replace(graph, recompute=self.recompute))
 
@@ -111,6 +122,8 @@ class _Builder:
 
     def _recompute(self) -> None:
         for k in range(len(self.entries)):
+            if self.entries[k].chunk.name in self.still:
+                continue
             if not self.whole[k] and not _dropped(self.works[k], self.recompute.of(self.entries[k].chunk)):
                 continue
             self.r[k] = self._add(k, Pass.R)

@@ -176,6 +176,12 @@ class Graph:
         return 1 + max((n.stage for n in self.nodes), default=-1)
 
     @cached_property
+    def silent(self) -> frozenset[int]:
+        """Stages without a backward: nothing is trained there, nor before them."""
+        back = {n.stage for n in self.nodes if n.kind is Pass.I}
+        return frozenset(range(self.stages)) - back
+
+    @cached_property
     def programs(self) -> int:
         """Number of groups that something is placed on."""
         return 1 + max((s.group for n in self.nodes for s in n.spans), default=-1)

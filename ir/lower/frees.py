@@ -14,8 +14,9 @@ def node_buffers(draft: PlanBuilder, edges: Edges) -> None:
     """Add every buffer that microbatch nodes write or receive, with the op and cover that frees it.
 
     Proofs that a reader is done: a compute op, itself; a collective, the first compute op that waits for it; a send,
-    the first op that consumes what the peer sent after it had consumed ours (that op then waits for the send). A buffer
-    dies at the last of its readers' proofs, one that nobody reads where it was written; without proof it stays.
+    the first op that consumes what the peer sent after it had consumed ours (that op then waits for the send), or, of a
+    stage that has no backward, the first behind the place of that backward. A buffer dies at the last of its readers'
+    proofs, one that nobody reads where it was written; without proof it stays.
     """
     table = _Slots(draft)
     if not len(table.node):
@@ -101,11 +102,24 @@ def proofs(draft: PlanBuilder) -> IntArray:
     if len(send):
         producer = producers(draft, send)
         out[send] = _answers(draft, producer, out, kinds == OpKind.COMPUTE)
+        _unanswered(draft, producer, out)
         # A collective whose result only leaves: the send waited for it.
         only = (kinds[producer] == OpKind.COLLECTIVE) & (out[producer] == NEVER) & (out[send] < NEVER)
         np.minimum.at(out, producer[only], out[send[only]])
         draft.wait(out[producer[only]], producer[only])
     return out
+
+
+def _unanswered(draft: PlanBuilder, producer: IntArray, out: IntArray) -> None:
+    """Sends of stages to which nothing comes back end before what stands behind their microbatch's backward."""
+    if not draft.graph.silent:
+        return
+    (send, _), rows = draft.messages, draft.rows
+    node = np.array([s.slot[0] if s.slot else -1 for s in draft.templates.shapes], dtype=np.int64)[rows.shape[send]]
+    stage = np.array([n.stage for n in draft.graph.nodes], dtype=np.int64)[node]
+    row = draft.behind[stage, rows.mb[send]]
+    open_ = (out[send] == NEVER) & (row > producer)
+    out[send[open_]] = row[open_]
 
 
 def _answers(draft: PlanBuilder, producer: IntArray, done: IntArray, compute: BoolArray) -> IntArray:

@@ -11,7 +11,7 @@ from ir.core.waits import order_by
 from ir.graph.graph import Graph, MicrobatchSpan, illegal
 from ir.lower.policy import PlanPolicy
 from ir.lower.template import PlanTemplateKey, PlanTemplates
-from ir.plan.plan import OpShape, covers_of, spread
+from ir.plan.plan import OpKind, OpShape, covers_of, spread
 
 Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # between programs: edge, microbatch, receive, reader row
 STEP = 8  # distance of neighbouring base rows in sort keys, so that others fit between
@@ -64,6 +64,7 @@ class PlanBuilder:
     reductions: list[tuple[list[int], list[int]]] = field(default_factory=list)  # members, their last contributions
     further: list[tuple[int, int]] = field(default_factory=list)  # a reduction's row, that of what it sums further
     recv_of: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    behind: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [stage, mb]: see `_behind`
 
     def kinds(self) -> IntArray:
         """`OpKind` of each row."""
@@ -137,7 +138,27 @@ def stamp(
     program, shape, mb, mb2, unit, key = column
     rows = PlanRows(program, shape, mb, mb2, unit, key, np.zeros(len(program), np.int64))
     inst, cover = _instances(graph, templates, rows)
-    return PlanBuilder(graph, policy, templates, rows, start, inst, cover)
+    made = PlanBuilder(graph, policy, templates, rows, start, inst, cover)
+    made.behind = _behind(made, orders)
+    return made
+
+
+def _behind(draft: PlanBuilder, orders: Mapping[int, Order]) -> IntArray:
+    """[stage, mb] -> the first compute row behind the place that an order has for a backward that is not there; -1.
+
+    Where it is there, what stands behind it waits for what its readers have sent back.
+    """
+    out = np.full((draft.graph.stages, draft.graph.mbs), -1, dtype=np.int64)
+    silent = np.array(sorted(draft.graph.silent), dtype=np.int64)
+    computes = draft.kinds() == OpKind.COMPUTE
+    for p, order in orders.items() if len(silent) else ():
+        rows = np.arange(draft.start[p], draft.start[p + 1])
+        rows = rows[computes[rows]]
+        at = np.flatnonzero(np.isin(order.stage, silent) & np.isin(order.token, [int(OpToken.B), int(OpToken.I)]))
+        next_ = np.searchsorted(draft.rows.unit[rows], order.unit[at], side="right")
+        some = next_ < len(rows)
+        out[order.stage[at[some]], order.mb[at[some]]] = rows[next_[some]]
+    return out
 
 
 def _program(p: int, order: Order, cls: IntArray, templates: PlanTemplates) -> tuple[IntArray, ...]:

@@ -61,8 +61,9 @@ class PlanTemplates:
         """
         seqs = [self.sequences.of(stage, OpToken(token)) for stage, token in key.members]
         nodes = self.graph.nodes
-        if len(seqs) == 1:
-            items: list[Item] = [(n, 0) for n in seqs[0]]
+        there = [m for m, (stage, _) in enumerate(key.members) if seqs[m] or stage not in self.graph.silent]
+        if len(there) < 2:
+            items: list[Item] = [(n, m) for m in there for n in seqs[m]]
         elif self.policy.merge is PassMerge.FUSED:
             if len(seqs) > 2 or not all(seqs) or any(nodes[n].stream != COMPUTE for seq in seqs for n in seq):
                 names = " ".join(f"{stage}{OpToken(token).name}" for stage, token in key.members)
@@ -77,7 +78,7 @@ class PlanTemplates:
         rows: list[TemplateRow] = []
         run: list[Item] = []
         pending: list[TemplateRow] = []
-        fused = len(key.members) > 1 and self.policy.merge is PassMerge.FUSED
+        fused = len({m for _, m in items}) > 1 and self.policy.merge is PassMerge.FUSED
         cut = not fused and not self.policy.whole_backward
         whole = self._whole(items) if key.last and cut else frozenset()
 

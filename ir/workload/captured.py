@@ -27,6 +27,7 @@ from ir.workload.part import (
     PartWork,
     PlacedPart,
     SavedBuffer,
+    before_training,
 )
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 
@@ -56,6 +57,11 @@ class CapturedModel:
                 moe += 1
             out.append(Chunk(c.name, tuple(self._part(p, first=not k) for p in c.every), tags))
         return tuple(out)
+
+    @cached_property
+    def still(self) -> frozenset[str]:
+        """Its chunks that have no backward."""
+        return before_training(self.chunks)
 
     def _part(self, piece: CapturedLayerPart, *, first: bool) -> Part:
         """first: it has no other's output to read."""
@@ -155,6 +161,8 @@ class CapturedModelWork:
             found = replace(found, out_grad_bytes=past, handed=x.sent_bytes if entry.part.name == "experts" else None)
         held = [c for c in found.inline if getattr(entry.layout, c.message.axes[0]) > 1]
         found = replace(found, inline=tuple(held))
+        if entry.chunk.name in self.model.still:
+            return found.ahead()
         return replace(found, weight_grad=self._added(found.weight_grad, entry))
 
     def _added(self, work: Work, entry: PlacedPart) -> Work:

@@ -1,6 +1,8 @@
 """The types of a model graph: chunks of parts, and what one part costs and keeps on one device."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -112,6 +114,12 @@ class PartWork:
     out_grad_bytes: int | None = None
     handed: int | None = None
 
+    def ahead(self) -> "PartWork":
+        """Of a part whose output nobody wants a gradient of."""
+        inline = tuple(x for x in self.inline if x.when is Pass.F)
+        head = (self.forward, (), (), self.out_bytes, (), 0, inline, self.forward_workspace)
+        return PartWork(*head, model_flops=self.model_flops, out_grad_bytes=0)
+
     @property
     def gradient_bytes(self) -> int:
         """Of its output's gradient."""
@@ -184,6 +192,21 @@ class PlacedPart:
     def name(self) -> str:
         """`l7.attn`."""
         return f"{self.chunk.name}.{self.part.name}"
+
+
+def before_training(chunks: Iterable[Chunk]) -> frozenset[str]:
+    """The chunks before the first that trains something, where they have frozen parameters: nobody asks for gradients
+    of what they make, so they have no backward, and keep nothing for it.
+
+    >>> whole = Part("block", params=(Param("w", (2,)),))
+    >>> still = Part("block", frozen=(Param("v", (2,)),))
+    >>> sorted(before_training([Chunk("embed", (still,)), Chunk("l0", (whole,)), Chunk("l1", (still,))]))
+    ['embed']
+    >>> before_training([Chunk("embed", (Part("embed"),)), Chunk("l0", (whole,))])
+    frozenset()
+    """
+    first = tuple(takewhile(lambda c: not any(p.params for p in c.parts), chunks))
+    return frozenset(c.name for c in first) if any(p.frozen for c in first for p in c.parts) else frozenset()
 
 
 class ModelWork(Protocol):

@@ -17,6 +17,7 @@ from ir.job.schema import JobParallel, JobSlowNodes
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
 from ir.verify.deadlock import takes_turns
+from ir.workload.part import before_training
 from piper_sim.memory.reserved import bands
 from piper_sim.pricing.costs import OpCosts
 from piper_sim.report.units import GIB
@@ -149,13 +150,13 @@ PRODUCTS = (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
 
 def _model_flops(p: PreparedJob) -> float:
     """Forward and backward FLOPs of one step over all GPUs, as MFU counts them: backward is twice forward, without the
-    products of gradients that no frozen parameter has."""
+    products of gradients that no frozen parameter has; of layers without a backward, forward alone."""
     source = p.base.source
     assert source is not None
-    each = 0.0
+    each, still = 0.0, before_training({e.chunk.name: e.chunk for e in p.base.entries}.values())
     for e in p.base.entries:
-        work, spared = source.work(e), 0.0
-        if e.part.frozen:
+        work, spared = source.work(e), 2.0 if e.chunk.name in still else 0.0
+        if e.part.frozen and not spared:
             made, graded = (
                 sum(k.flops * k.count for k in w if k.kind in PRODUCTS) for w in (work.forward, work.weight_grad)
             )
