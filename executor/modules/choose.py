@@ -118,7 +118,8 @@ def _users(
     divided = region or RankRegion.of(prepared.plan(), 0)
     build = load_callable(f"{named_path(job.file, path)}:{name}" if path else reference)
     parts = {e.chunk.name: e.part.name for e in entries}
-    cuts = [c for e in entries for p in e.part.params if p.expert and p.name in held for c in held[p.name].cuts]
+    experts = [p.name for e in entries for p in (*e.part.params, *e.part.frozen) if p.expert and p.name in held]
+    cuts = [c for name in experts for c in held[name].cuts]
     model = UserModel(
         build,
         seed=job.model.seed,

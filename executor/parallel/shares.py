@@ -113,8 +113,8 @@ def share_of(param: Param, layout: PartLayout, place: Mapping[str, int]) -> Para
 
 
 def shares(graph: Graph, place: Mapping[str, int]) -> dict[str, ParamShard]:
-    """Every parameter of a plan's graph by global name, as the rank at these coordinates holds it.
+    """Every parameter of a plan's graph by global name, frozen ones too, as the rank at these coordinates holds it.
 
     place: `Mesh.coordinates` of the rank.
     """
-    return {p.name: share_of(p, e.layout, place) for e in graph.entries for p in e.part.params}
+    return {p.name: share_of(p, e.layout, place) for e in graph.entries for p in (*e.part.params, *e.part.frozen)}

@@ -70,7 +70,7 @@ class CapturedModel:
         keep = self.found.parts[piece.part].reads_input_again
         keeps = (KeptBuffer("", Pass(keep)),) if keep and inputs == ("",) else ()
         params = tuple(self._param(name, shape, piece.name == "experts") for name, shape in piece.parameters)
-        frozen = tuple(self._param(name, shape, False) for name, shape in piece.frozen)
+        frozen = tuple(self._param(name, shape, piece.name == "experts") for name, shape in piece.frozen)
         return Part(piece.name, inputs, keeps, params, frozen=frozen)
 
     def _param(self, name: str, shape: tuple[int, ...], expert: bool) -> Param:

@@ -77,13 +77,14 @@ LOOPED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "looped-bfs", "zb1p") 
 
 def parameters(p: PreparedJob) -> dict[str, int]:
     """Parameters of the model, MTP modules too; those that one token meets; and where some are frozen, the others."""
-    found = {q.name: q for e in p.base.entries for q in e.part.params}.values()
-    frozen = sum({q.name: q.numel for e in p.base.entries for q in e.part.frozen}.values())
+    trained = {q.name: q for e in p.base.entries for q in e.part.params}
+    frozen = {q.name: q for e in p.base.entries for q in e.part.frozen}
+    found = [*trained.values(), *frozen.values()]
     dense, experts = (sum(q.numel for q in found if q.expert is kind) for kind in (False, True))
     moe = p.config.moe
     met = experts if moe is None else experts * moe.top_k // moe.experts
-    sizes = {"total": dense + experts + frozen, "active": dense + met + frozen}
-    return sizes | ({"trained": dense + experts} if frozen else {})
+    sizes = {"total": dense + experts, "active": dense + met}
+    return sizes | ({"trained": sum(q.numel for q in trained.values())} if frozen else {})
 
 
 PADDED = 1.5  # times their bytes, from which shares of whole matrices are worth a word

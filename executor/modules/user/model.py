@@ -41,10 +41,10 @@ from executor.modules.user.routed import (
 )
 from executor.modules.user.trainable import (
     checked_module,
-    refuse_frozen,
     refuse_hook,
     refuse_training,
     refuse_unread,
+    refuse_untrained,
     unrepeatable,
 )
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
@@ -111,7 +111,7 @@ class UserModel:
         self._stacked = {id(p): shard for part in experts for p in part.parameters()}
         every = {id(p): n for n, p in self.module.named_parameters()}
         self._names = {i: n for i, n in every.items() if n in self.shapes}
-        refuse_frozen(self.shapes, frozen.keys() & {every[i] for i in self._stacked})
+        refuse_untrained(self.shapes)
         held = {k: self.dims[n] for k, n in every.items() if n in self.dims}
         self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):

@@ -28,20 +28,14 @@ def checked_module(made: object) -> nn.Module:
     return made
 
 
-def refuse_frozen(trained: Collection[str], experts: Collection[str]) -> None:
-    """Raise PiperError (model) where nothing is trained, or experts that ranks share out are not: experts names those.
+def refuse_untrained(trained: Collection[str]) -> None:
+    """Raise PiperError (model) where nothing is trained.
 
-    >>> refuse_frozen(["head.weight"], [])
+    >>> refuse_untrained(["head.weight"])
     """
     if not trained:
         message, fix = "no parameter requires a gradient", "requires_grad_() of those that are to be trained"
         raise model_error(message, fix, "a module that has something to train", "model.module")
-    if experts:
-        message, fix = (
-            f"{min(experts)} is frozen, of experts that are tagged EP",
-            "leave the tag out: as part of layers",
-        )
-        raise model_error(message, fix, "experts whose parameters are all trained", "model.tags.EP")
 
 
 def refuse_unread(idle: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ from executor.checkpoint.__main__ import main as lister
 from executor.frontend.capture import main as main_capture
 from executor.modules.hub_weights import WHOLE
 from executor.runtime.batch import MicrobatchLoader
-from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import prepare
 from piper_sim.app.cli import main
@@ -215,8 +214,6 @@ def test_what_could_not_be_frozen_is_refused(job: Path, capsys: pytest.CaptureFi
     (job.parent / "model.py").write_text(text.replace("self.embed.req", "self.req"))
     code, told = run(job, capsys, 1)
     assert code == 2 and "no parameter requires a gradient" in told["error"]["message"]
-    with pytest.raises(PiperError, match="is frozen, of experts that are tagged EP"):
-        _graph("mixtral_adapted", ep=2)
 
 
 def test_annotated_code_with_something_frozen_trains_as_by_plain_torch(
