@@ -1,6 +1,5 @@
 """Adapters of a library train as by plain torch, from the files of the model that they are put in and values drawn."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from tests.executor.frontend.models import wrapped_classes
 from tests.executor.modules.hub import quiet
 from tests.executor.runs import distance
 
-PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 PLANS: list[tuple[ClassPlan, str, tuple[str, ...]]] = [
     ((2, 1, 0, "1f1b"), "none", ()),
     ((1, 2, 1, "1f1b"), "full", ()),
@@ -44,7 +42,7 @@ def _wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # peft calls what transformers will have no more
-@pytest.mark.parametrize("name", ["llama_wrapped", "qwen3_wrapped", pytest.param("llama_peft", marks=PEFT)])
+@pytest.mark.parametrize("name", ["llama_peft", "qwen3_wrapped"])
 @pytest.mark.parametrize(("plan", "recompute", "more"), PLANS, ids=str)
 def test_adapters_train_as_by_plain_torch(name: str, plan: ClassPlan, recompute: str, more: tuple[str, ...]) -> None:
     assert 0.0 <= far(name, *sets_of(plan, recompute), *more) <= 1e-10
