@@ -23,6 +23,7 @@ from ir.workload import load_config
 from piper_sim.app.cli import main
 from tests.executor.frontend import class_runs as hub
 from tests.executor.frontend.class_runs import ClassPlan, _alone, far, run_class, sets_of
+from tests.executor.frontend.frozen import test_frozen
 from tests.executor.frontend.models import wrapped_classes
 from tests.executor.modules.hub import quiet
 from tests.executor.runs import distance
@@ -81,38 +82,8 @@ def test_a_plan_of_tp_that_names_nothing_is_refused() -> None:
         divide(made, {}, RankRegion(RankAxis(2, 0)))
 
 
-SOURCE = """
-import torch
-from torch import nn
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base_layer, self.lora_A = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.base_layer.requires_grad_(False)
-
-    def forward(self, x):
-        return x + torch.relu(self.base_layer(x) + self.lora_A(x))
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.embed.requires_grad_(False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-"""
-JOB = """
-model = { module = "model.py:Net", tags = { PP = "layers.*" }, seq_len = 8, weights = "given", drawn = ["*.lora_*"] }
-parallel = { pp = 2 }
-schedule = { microbatches = 2 }
-precision = { compute = "fp64" }
-"""
+SOURCE = test_frozen.SOURCE.replace("self.base", "self.base_layer").replace("self.more", "self.lora_A")
+JOB = test_frozen.JOB.replace("seq_len", 'weights = "given", drawn = ["*.lora_*"], seq_len')
 
 
 @pytest.fixture
