@@ -179,11 +179,12 @@ PRESENT = "if-present"  # what `--resume` may say instead of a folder
 def settled(wanted: CheckpointOptions, prepared: PreparedJob, steps: int, *, real: bool) -> CheckpointOptions:
     """What is wanted, with the checkpoint that `resume` means found and compared with the job.
 
-    steps: that the run ends behind, counted from its very first. Raises PiperError: flags out of range, no checkpoint,
-    one of something else, a folder that is taken.
+    steps: that the run ends behind, counted from its very first; by `if-present` all may be done, which `first` says.
+    Raises PiperError: flags out of range, no checkpoint, one of something else, a folder that is taken.
     """
     _check_flags(wanted, real)
-    if wanted.resume == PRESENT:  # for restarts by whoever does not look: of what is saved to, if anything is there
+    present = wanted.resume == PRESENT
+    if present:  # for restarts by whoever does not look: of what is saved to, if anything is there
         wanted = replace(wanted, resume=wanted.save if complete(Path(wanted.save or "")) else None)
     found = wanted
     if wanted.resume is not None:
@@ -191,7 +192,7 @@ def settled(wanted: CheckpointOptions, prepared: PreparedJob, steps: int, *, rea
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         check_same(manifest, prepared, folder)
-        if manifest.step >= steps:
+        if manifest.step > steps or (manifest.step == steps and not present):
             message = f"{steps} in all, and {folder.name} has done {manifest.step}"
             more, fix = f"more than {manifest.step}", f"--steps {manifest.step + 1}"
             raise PiperError(ErrorKind.USAGE, message, key="--steps", allowed=more, suggestion=fix)

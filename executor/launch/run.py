@@ -61,6 +61,8 @@ def run(
     options.check()
     check(prepared, plan, options)
     found = verified(settled(saving, prepared, options.steps, real=options.real))
+    if found.done(options.steps):
+        return nothing_left(prepared, plan, found)
     told: list[Callable[[dict[str, Any]], None]] = [tell] if tell is not None else []
     if options.out is not None and options.real:
         folder_for(options.out)
@@ -174,6 +176,29 @@ def gathered(prepared: PreparedJob, plan: Plan, results: list[dict[str, Any]]) -
         "compiled": _compiled(results) if prepared.job.run.compile and real else None,
         "trace": None,
     }, trace
+
+
+def nothing_left(prepared: PreparedJob, plan: Plan, saving: CheckpointOptions) -> tuple[dict[str, Any], Trace]:
+    """What `gathered` says of a run whose last step was saved before it began: no step, so no time and no memory."""
+    return {
+        "schema_version": 1,
+        "losses": [],
+        "grad_norms": [],
+        "evals": [],
+        "aux_losses": None,
+        "first_step": saving.first,
+        "iteration_s": None,
+        "connect_s": 0.0,
+        "memory": {"peak_allocated_bytes": None, "persistent_bytes": None, "allocator": None},
+        "ranks": prepared.ranks,
+        "slowest": None,
+        "plan_digest": plan_digest(plan),
+        "saved": saving.resume,
+        "races": None,
+        "host_syncs": None,
+        "compiled": None,
+        "trace": None,
+    }, Trace.of({"writer": "executor", "schedule": prepared.schedule}, [])
 
 
 def _compiled(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from executor.checkpoint.settings import settled
 from executor.device.progress import RankProgress, create
 from executor.launch.launch import folder_for, scratch
 from executor.launch.refusals import refuse
-from executor.launch.run import gathered
+from executor.launch.run import gathered, nothing_left
 from executor.launch.store import clocks, meeting
 from executor.launch.watchdog import STARTUP_S, RankWatchdog
 from executor.runtime.flight import arm, forget, kept_in
@@ -227,11 +227,15 @@ def _live(
             write_whole(out / "ranks.json", json.dumps(table))
         clock = clocks(lookout.store, place.rank, lookout.hosts)
         lookout.start()
-        result = train_rank(context, **replace(spec, saving=saving).told())
-        results = lookout.exchange({**result, "clock": clock})
+        if left := not saving.done(spec.options.steps):
+            result = train_rank(context, **replace(spec, saving=saving).told())
+            results = lookout.exchange({**result, "clock": clock})
     except BaseException as error:
         lookout.fall(error)  # does not return
-    code = 0 if place.rank else _handed_over(*gathered(prepared, plan, results), out, tell)
+    code = 0
+    if place.rank == 0:
+        found = gathered(prepared, plan, results) if left else nothing_left(prepared, plan, saving)
+        code = _handed_over(*found, out, tell)
     lookout.part()
     return code
 
@@ -242,9 +246,10 @@ def _handed_over(
     """What is left of a run that went well; returns the exit code. The others wait for it: nothing here may raise."""
     try:
         if out is not None:
-            found["trace"] = str(out / "trace.tsv")
             with writing(out, "--out"):
-                write_whole(out / "trace.tsv", write_trace(trace))
+                if trace.op:
+                    found["trace"] = str(out / "trace.tsv")
+                    write_whole(out / "trace.tsv", write_trace(trace))
                 write_whole(out / "run.json", json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
         tell(found)
     except PiperError as error:

@@ -106,6 +106,14 @@ class CheckpointOptions:
     run: str | None = None  # the run that it is of, if that is continued in the same folder
     verified: bool = False  # its files are known to be whole
 
+    def done(self, steps: int) -> bool:
+        """Whether so many steps are done in what is taken up: it died behind its last save.
+
+        >>> CheckpointOptions(resume="d/step-000004", first=4).done(4), CheckpointOptions().done(4)
+        (True, False)
+        """
+        return self.first >= steps
+
     def due(self, done: int, steps: int) -> bool:
         """Whether to save behind so many steps of so many.
 

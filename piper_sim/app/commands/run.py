@@ -57,14 +57,16 @@ def main(args: argparse.Namespace) -> int:
         said = partial(_tell, out, events, p.to_dict())
         found, trace = run(p.prepared, p.plan, options, saving, said)
     found["allocator"] = allocator(p, found)
-    if not args.json:  # whatever becomes of the files
+    if not args.json and trace.op:  # whatever becomes of the files
         show_timeline(trace)
         _show(found)
+    elif not args.json:
+        print(f"nothing left to do: {found['saved']} is of step {found['first_step']}")
     if out is not None:
         title = f"{job.model.name}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
-        found["trace"] = str(out / "trace.tsv")
-        files = {"run.json": dumps(finite(found)), "plan.txt": plan_text(p.plan), **trace_files(trace, title)}
-        write(args.out, files, args.force)
+        found["trace"] = str(out / "trace.tsv") if trace.op else None
+        traced = trace_files(trace, title) if trace.op else {}
+        write(args.out, {"run.json": dumps(finite(found)), "plan.txt": plan_text(p.plan), **traced}, args.force)
     if args.json:
         print_json({k: finite(v) for k, v in found.items()})
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,11 @@ import pytest
 
 from executor.checkpoint.manifest import read_manifest
 from executor.launch import run as cli
-from ir.job.run_options import CheckpointOptions
+from ir.core.errors import ErrorKind, PiperError
+from ir.job.run_options import CheckpointOptions, JobRunOptions
 from tests.executor.checkpoint import checkpoint_faults
 from tests.executor.checkpoint.checkpoints import Case, covering, hashes, resumed, saved
-from tests.executor.runs import Ran, distance, merged, run
+from tests.executor.runs import Ran, distance, judged, merged, run
 
 CASES = covering()
 QUICK = 4
@@ -64,6 +65,28 @@ def test_one_line_starts_and_goes_on(tmp_path: Path) -> None:
     parts = [run(steps=steps, saving=line) for steps in (1, 2)]
     assert [p.object["first_step"] for p in parts] == [0, 1]
     same(whole, parts[1], 1)
+
+
+def test_of_a_run_that_died_behind_its_last_save_nothing_is_left(tmp_path: Path) -> None:
+    line = CheckpointOptions(save=str(tmp_path / "saved"), resume="if-present")
+    first = run(steps=2, saving=line)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    (tmp_path / "job").mkdir()
+    prepared, plan = judged(tmp_path / "job")
+    again = partial(cli.run, prepared, plan)
+    found, trace = again(JobRunOptions(prepared.ranks, steps=2), line)
+    assert found.keys() == first.object.keys() and not trace.op
+    assert (found["losses"], found["grad_norms"], found["first_step"], found["iteration_s"]) == ([], [], 2, None)
+    assert found["saved"] == first.object["saved"] == str(tmp_path / "saved" / "step-000002")
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+    for steps, resume in ((1, "if-present"), (2, str(tmp_path / "saved"))):  # not what is asked for; or to go on
+        with pytest.raises(PiperError, match="has done 2"):
+            again(JobRunOptions(prepared.ranks, steps=steps), replace(line, resume=resume))
+    weights = next((tmp_path / "saved" / "step-000002").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(PiperError) as error:  # nothing is done of what cannot be read
+        again(JobRunOptions(prepared.ranks, steps=2), line)
+    assert error.value.kind is ErrorKind.IO
 
 
 @pytest.mark.parametrize(

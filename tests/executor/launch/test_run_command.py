@@ -144,9 +144,15 @@ def test_a_run_is_replayed_from_its_own_files(ran: Answers, tmp_path: Path) -> N
 
 
 def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["run", str(job_file(tmp_path)), "-n", "2", "--steps", "2"]) == 0
+    line = ["run", str(job_file(tmp_path)), "-n", "2", "--steps", "2"]
+    line += ["--save", str(tmp_path / "saved"), "--resume", "if-present"]
+    assert main(line) == 0
     out = capfd.readouterr().out
     assert "rank 1" in out and "step 1: loss 5." in out and "s per step (median) on 2 ranks" in out
+    assert main([*line, "--out", str(tmp_path / "out")]) == 0
+    out = capfd.readouterr().out
+    assert out == f"nothing left to do: {tmp_path / 'saved' / 'step-000002'} is of step 2\n"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["plan.txt", "run.json"]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,21 @@ def test_two_agents_train_as_one_process_would_and_only_rank_0_speaks(tmp_path: 
     assert len(pids(out)) == 2 and all(map(gone, pids(out)))
 
 
+def test_a_line_that_is_started_again_behind_its_end_leaves_all_as_it_is(tmp_path: Path) -> None:
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    line = str(job_file(tmp_path)), "--save", str(saved), "--resume", "if-present", "--out", str(out)
+    first, _ = agent(1, 2, free_port(), *line).communicate(timeout=120)
+    trace, files = (out / "trace.tsv").read_bytes(), {p: p.stat().st_mtime_ns for p in saved.rglob("*")}
+    launcher = agent(1, 2, free_port(), *line)
+    text, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, errors
+    (was,), (found,) = objects(first), objects(text)
+    assert found.keys() == was.keys() and (found["first_step"], found["losses"]) == (1, [])
+    assert found["saved"] == was["saved"] == str(saved / "step-000001")
+    assert (out / "trace.tsv").read_bytes() == trace and found["trace"] is None
+    assert {p: p.stat().st_mtime_ns for p in saved.rglob("*")} == files
+
+
 @pytest.mark.parametrize(
     ("rank", "sign"),
     [
