@@ -14,7 +14,7 @@ from typing import Any
 
 from executor.device.progress import RankRecord, RankState, create, read
 from executor.launch.forkserver import RankForkServer, RankServerGone
-from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
+from executor.launch.watch.verdict import RankFailed, RankFindings, failed, stuck, verdict
 from executor.runtime.flight import FOLDER, keep, kept_in, kept_parting, pointed
 from executor.runtime.given import given_name
 from executor.runtime.target import Target, describe, temporary, write_whole

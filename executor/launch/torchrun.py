@@ -29,7 +29,7 @@ from executor.launch.launch import folder_for, scratch
 from executor.launch.refusals import refuse
 from executor.launch.run import gathered, nothing_left
 from executor.launch.store import clocks, meeting
-from executor.launch.watchdog import STARTUP_S, RankWatchdog
+from executor.launch.watch.watchdog import STARTUP_S, RankWatchdog
 from executor.runtime.flight import arm, forget, kept_in
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
@@ -225,7 +225,7 @@ def _live(
             out.mkdir(parents=True, exist_ok=True)
             table = {"ranks": {str(r): {"pid": pid} for r, pid in enumerate(pids)}}
             write_whole(out / "ranks.json", json.dumps(table))
-        clock = clocks(lookout.store, place.rank, lookout.hosts)
+        clock = clocks(lookout.store, place.rank, lookout.sights.hosts)
         lookout.start()
         if left := not saving.done(spec.options.steps):
             result = train_rank(context, **replace(spec, saving=saving).told())

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import pytest
 
 from executor.device.progress import RankProgress, create
-from executor.launch import watchdog
-from executor.launch.verdict import RankFailed
-from executor.launch.watchdog import RankWatchdog
+from executor.launch.watch import watchdog
+from executor.launch.watch.verdict import RankFailed
+from executor.launch.watch.watchdog import RankWatchdog
 from executor.transport.base import TransportError
 
 
@@ -72,10 +72,10 @@ class Ranks:
             RankProgress(file, 0).op(7, "0B1")
         self.eyes = [RankWatchdog(self.store, r, 2, files[r], 3.0, self._report) for r in range(2)]
         for eyes in self.eyes:
-            eyes.hosts, eyes.pids, eyes.files = ["here", "here"], [1000, 1001], files
+            eyes.sights.hosts, eyes.pids, eyes.sights.files = ["here", "here"], [1000, 1001], files
         for eyes in self.eyes:
             eyes._publish()
-        self.eyes[1]._see([0, 1], 0.0)
+        self.eyes[1].sights.see([0, 1], 0.0)
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(watchdog, "GONE_S", 0.0)
         monkeypatch.setattr(os, "kill", self._kill)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from executor.launch.verdict import RankFailed
-from executor.launch.watchdog import FAILED, host
+from executor.launch.watch.sights import host
+from executor.launch.watch.verdict import RankFailed
+from executor.launch.watch.watchdog import FAILED
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import JobRunOptions

@@ -29,8 +29,9 @@ from executor.launch.launch import launch
 from executor.launch.run import RANK, check, gathered
 from executor.launch.store import clocks, meeting, put, take
 from executor.launch.torchrun import TorchrunRank
-from executor.launch.verdict import RankFailed
-from executor.launch.watchdog import FAILED, GONE_S, STARTUP_S, RankWatchdog, host
+from executor.launch.watch.sights import host
+from executor.launch.watch.verdict import RankFailed
+from executor.launch.watch.watchdog import FAILED, GONE_S, STARTUP_S, RankWatchdog
 from executor.runtime.given import given_text
 from executor.runtime.spec import PlanRun
 from executor.runtime.target import Target, describe, find, write_whole
@@ -248,7 +249,7 @@ def live(
     opened = {"open_store": lambda name: PrefixStore(name, store), "local_rank": where["local_rank"]}
     try:
         lookout.meet("")
-        ahead = clocks(lookout.store, rank, lookout.hosts)
+        ahead = clocks(lookout.store, rank, lookout.sights.hosts)
         lookout.start()
         if fault is not None and fault["rank"] == rank:
             _suffer(ctx.progress, partial(FAULTS[fault["kind"]], port))

@@ -15,7 +15,7 @@ import numpy as np
 
 from executor.launch.launch import launch
 from executor.launch.run import check, run
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from executor.measure.peak_bytes import peak_bytes
 from executor.runtime.target import Target
 from ir.core.errors import ErrorKind, PiperError

@@ -12,7 +12,7 @@ import pytest
 from executor.checkpoint.folder import complete, newest
 from executor.checkpoint.manifest import check_files, read_manifest, verify
 from executor.launch import run as cli
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint import checkpoint_faults
 from tests.executor.checkpoint.checkpoints import hashes, saved

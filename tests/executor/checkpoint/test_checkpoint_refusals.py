@@ -17,7 +17,7 @@ from executor.checkpoint.folder import CheckpointLock, complete, prune, said
 from executor.checkpoint.manifest import CheckpointManifest, read_manifest
 from executor.checkpoint.settings import settled
 from executor.launch import run as cli
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from ir.core.errors import PiperError
 from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint import checkpoint_faults

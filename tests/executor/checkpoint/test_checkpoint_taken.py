@@ -13,7 +13,7 @@ from executor.checkpoint import folder as folder_module
 from executor.checkpoint.folder import complete
 from executor.checkpoint.manifest import read_manifest
 from executor.launch import run as cli
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from ir.core.errors import PiperError
 from ir.job.run_options import CheckpointOptions
 from tests.executor.checkpoint.checkpoints import Alone, State, drawn, resumed, saved

@@ -9,7 +9,7 @@ import pytest
 
 from executor.device import clock, progress
 from executor.device.progress import RankProgress, RankState, create, read
-from executor.launch.verdict import stuck
+from executor.launch.watch.verdict import stuck
 from tests.executor.device.races import raced
 
 Seen = set[tuple[RankState, str, tuple[int, ...]]]

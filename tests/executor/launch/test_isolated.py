@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from executor.launch.launch import launch
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from executor.runtime.given import given_text, read_given
 from executor.runtime.worker import RankContext
 from ir.plan.text import plan_digest, plan_text

@@ -10,7 +10,7 @@ import torch
 
 from executor.device.progress import RankRecord, RankState
 from executor.launch.launch import RankFailed, launch
-from executor.launch.verdict import stuck
+from executor.launch.watch.verdict import stuck
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportTopology
 from tests.executor.launch.events import LIMIT_S, others_wait, until

@@ -19,7 +19,7 @@ import pytest
 from executor.device.progress import RankProgress, create
 from executor.launch import forkserver, launch, step_log
 from executor.launch.forkserver import RankForkServer, RankServer
-from executor.launch.verdict import _exit_reason
+from executor.launch.watch.verdict import _exit_reason
 from executor.runtime import worker
 from executor.runtime.target import NO_ROOM, describe
 from executor.runtime.worker import RankContext

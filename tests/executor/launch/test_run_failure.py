@@ -16,7 +16,7 @@ from executor.device.progress import RankRecord, RankState
 from executor.launch import launch
 from executor.launch import run as cli
 from executor.launch.launch import RankFailed
-from executor.launch.verdict import stuck
+from executor.launch.watch.verdict import stuck
 from tests.executor import faults
 from tests.executor.launch.events import stepping
 from tests.executor.launch.processes import COMMAND, gone, pids, python

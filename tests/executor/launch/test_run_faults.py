@@ -7,7 +7,7 @@ import pytest
 
 from executor.launch import run as cli
 from executor.launch.launch import launch
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from tests.executor import faults
 from tests.executor.launch.events import LIMIT_S
 from tests.executor.launch.fault_cases import Case, Fault, campaign, place

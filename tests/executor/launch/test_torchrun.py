@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
-from executor.launch import torchrun, watchdog
+from executor.launch import torchrun
 from executor.launch.store import PIECE, clocks, meeting, put, take
 from executor.launch.torchrun import main
-from executor.launch.verdict import RankFailed
-from executor.launch.watchdog import host
+from executor.launch.watch import watchdog
+from executor.launch.watch.sights import host
+from executor.launch.watch.verdict import RankFailed
 from executor.transport.base import TransportError
 from ir.trace.trace import Trace
 from tests.executor.launch.events import until

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from tests.executor import faults
 from tests.executor.families import TINY
 from tests.executor.launch.test_run_faults import _inject

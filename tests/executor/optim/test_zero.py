@@ -14,7 +14,7 @@ import pytest
 
 from executor.launch import run as cli
 from executor.launch.launch import launch
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from executor.parallel.collective import Collective
 from executor.runtime.given import given_text
 from ir.core.errors import PiperError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from executor.launch import run as cli
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from executor.modules.decoder import DecoderModel
 from ir.core.errors import PiperError
 from ir.core.work import MessageKind

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from executor.launch import run as cli
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from executor.measure.peak_bytes import peak_bytes
 from ir.core.errors import PiperError
 from ir.graph import sync

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.table import Table
 
-from executor.launch.verdict import RankFailed
+from executor.launch.watch.verdict import RankFailed
 from piper_sim.app.cli import main
 from piper_sim.app.commands.output import show
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from executor.launch.verdict import RankFailed
-from executor.launch.watchdog import FAILED
+from executor.launch.watch.verdict import RankFailed
+from executor.launch.watch.watchdog import FAILED
 from ir.core.errors import ErrorKind
 from ir.core.work import MessageKind
 from ir.job.load import job_from

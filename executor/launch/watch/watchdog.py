@@ -5,45 +5,27 @@ import json
 import os
 import shutil
 import signal
-import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from executor.device import clock
-from executor.device.progress import RankRecord, RankState, read, record
 from executor.launch.store import put, take
-from executor.launch.verdict import RankFailed, RankFindings, failed, stuck, verdict
+from executor.launch.watch.sights import EVERY_S, RankSights, host
+from executor.launch.watch.verdict import RankFailed
 from executor.runtime.flight import RankFlight, pointed
 from executor.runtime.worker import PATIENCE_S, failure
 from executor.transport.base import TransportError
 from ir.core.errors import ErrorKind, PiperError
 
-EVERY_S = 0.2
 GRACE_S = 1.0  # for others to come to wait, or to run into a failure too, so that the report is complete
 GONE_S = 3.0  # without a sign of life
 STARTUP_S = 120.0
 SAID = "said"  # a file: see `_first`
 FAILED = ErrorKind.RANK_FAILED.exit_code
-
-
-def host() -> str:
-    """Names this machine since it was started, and the processes that see one another: containers share a machine."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text('utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-@dataclass
-class _Sight:
-    """What was last seen of a rank. beat_s: when it last said something new, on this rank's clock."""
-
-    text: bytes = b""
-    record: RankRecord | None = None
-    beat_s: float = 0.0
 
 
 class RankWatchdog:
@@ -66,16 +48,14 @@ class RankWatchdog:
         self.store, self.rank, self.world, self.progress = store, rank, world, progress
         self.watchdog_s, self.report = watchdog_s, report
         self.flight = RankFlight(out, rank, progress)
-        self.hosts: list[str] = []
         self.pids: list[int] = []
-        self.files: list[Path] = []  # everybody's progress, of which those on this machine can be read
         self._mine = store.clone()
-        self._sights = [_Sight() for _ in range(world)]
+        self.sights = RankSights(self._mine, rank, world, progress)
         self._began_s = self._looked_s = clock.now()
         self._ended_s: float | None = None  # when somebody told this process to end
         self._failure_s: float | None = None
         self._over = threading.Event()
-        self._count, self._buried = 0, -1
+        self._buried = -1
         self._words = threading.RLock()  # held by who speaks, and by who leaves: no word is cut short
         self._told = False  # the verdict is out, by whomever: nothing may be said any more
         self._threads: list[threading.Thread] = []
@@ -89,8 +69,8 @@ class RankWatchdog:
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)
         found = [json.loads(text) for text in self.store.multi_get(self._all("here"))]
-        self.pids, self.hosts = [pid for pid, *_ in found], [name for _, name, *_ in found]
-        self.files = [Path(file) for *_, file in found]
+        self.pids, self.sights.hosts = [pid for pid, *_ in found], [name for _, name, *_ in found]
+        self.sights.files = [Path(file) for *_, file in found]
         if any(theirs != digest for _, _, theirs, _ in found):
             message = "the ranks have built different plans, or have found different checkpoints"
             raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="the same job and files everywhere")
@@ -206,10 +186,10 @@ class RankWatchdog:
     def _orphaned(self, reason: str = "it has vanished") -> NoReturn:
         """The store is gone, and with it whoever held it: rank 0, or its launcher. Rank 1 speaks, as none can ask."""
         with self._words:
-            seen = self._here(0) or self._sights[0].record
+            seen = self.sights.last_of(0)
             if self.rank == 1 and seen is not None:
-                me = record(self._pages, 0)
-                waiting = {1: me.op} if me.op else {}
+                op = self.sights.op()
+                waiting = {1: op} if op else {}
                 self._speak(RankFailed(reason, rank=0, op=seen.op or None, waiting=waiting))
             self._bury(0)
             self._leave()
@@ -224,39 +204,18 @@ class RankWatchdog:
     def _first(self) -> bool:
         """Whether nobody has spoken, or is about to. The store elects; but rank 1 speaks without it, where it is gone,
         perhaps with who has spoken. So a file of rank 1's folder has the last word, for all who can see it."""
-        if len(self.hosts) < 2 or self.hosts[1] != self.hosts[self.rank]:
+        if self.world < 2 or not self.sights.beside(1):
             return True
         try:
-            os.close(os.open(self.files[1].parent / SAID, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(os.open(self.sights.files[1].parent / SAID, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
             return False
         except OSError:  # rank 1 has gone, and its folder; or there is no room
             return True
         return True
 
-    @cached_property
-    def _pages(self) -> int:
-        """This rank's own progress: open as long as the process lives, as somebody may remove its name."""
-        return os.open(self.progress, os.O_RDONLY | os.O_CLOEXEC)
-
     def _publish(self) -> None:
-        self._count += 1
-        self._mine.set(f"at/{self.rank}", self._said(record(self._pages, 0)))
-        if self._ended_s is not None or self._failure_s is not None:  # who is gone can say no more where it was
-            for rank in range(self.world):
-                if rank != self.rank and (near := self._here(rank)) is not None:
-                    self._mine.set(f"near/{rank}", self._said(near))
-
-    def _said(self, r: RankRecord) -> str:
-        idle_s = clock.now() - r.changed_s
-        return json.dumps([self._count, int(r.state), r.index, r.op, list(r.peers), idle_s, r.posting])
-
-    def _here(self, rank: int) -> RankRecord | None:
-        """What another rank of this machine has written down last, alive or not."""
-        if self.hosts and self.hosts[rank] == self.hosts[self.rank]:
-            with suppress(OSError, struct.error):
-                return replace(read(self.files[rank], 1)[0], rank=rank)
-        return None
+        self.sights.publish(others=self._ended_s is not None or self._failure_s is not None)
 
     def _look(self) -> None:
         """Read what there is to read, and act on it. Does not return if the run has failed."""
@@ -265,66 +224,18 @@ class RankWatchdog:
             self._end(int(self._mine.get("reported")))
         if self._failure_s is None and self._mine.add("failures", 0):
             self._failure_s = now
-        self._see([0] if self.rank else range(self.world), now)
+        self.sights.see([0] if self.rank else range(self.world), now)
         patience = GRACE_S if self.rank == 0 else GRACE_S + GONE_S
         late = self._failure_s is not None and now - self._failure_s > patience
         if self._ended_s is not None:  # by a launcher that has seen somebody end: wait until it is plain who
-            known = self._failure_s is not None or bool(self._silent(now))
+            known = self._failure_s is not None or bool(self.sights.silent(now))
             late = late or now - self._ended_s > (patience if known else patience + GONE_S)
-        if self.rank == 0 and self._failure_s is None and (found := self._stuck(now)):
+        calm = self.rank == 0 and self._failure_s is None
+        if calm and (found := self.sights.stuck(now, self._began_s, self.watchdog_s, STARTUP_S)):
             self._accuse(found)
-        if late or (self.rank and now - self._sights[0].beat_s > self.watchdog_s + GONE_S):
-            self._see(range(self.world), now)
-            self._accuse(self._judge(now))
-
-    def _see(self, ranks: Sequence[int], now: float) -> None:
-        texts = self._mine.multi_get([f"at/{r}" for r in ranks]) if self._mine.check([f"at/{r}" for r in ranks]) else []
-        for rank, text in zip(ranks, texts, strict=False):
-            sight = self._sights[rank]
-            if text != sight.text:
-                self._sights[rank] = _Sight(text, _record(rank, text, now), now)
-            elif sight.record is not None:
-                sight.record = replace(sight.record, beat_s=sight.beat_s)
-
-    def _stuck(self, now: float) -> RankFailed | None:
-        live = [s.record for s in self._sights if s.record is not None]
-        if found := stuck(live, now, self._began_s, self.watchdog_s, STARTUP_S):
-            return failed(self._findings(now), found[0], f"no progress for {found[1]:.0f} s")
-        return None
-
-    def _findings(self, now: float) -> RankFindings:
-        said = {}
-        for r in range(self.world):
-            if self._mine.check([f"failure/{r}"]):
-                said[r] = json.loads(self._mine.get(f"failure/{r}"))
-        empty = RankRecord(0, RankState.STARTING, -1, "", (), 0.0, 0.0)
-        records = [self._last(r, now) or replace(empty, rank=r) for r in range(self.world)]
-        return RankFindings(records, said, {}, now)
-
-    def _last(self, rank: int, now: float) -> RankRecord | None:
-        """Where a rank was last: by itself, or by those beside it."""
-        seen, near = self._sights[rank].record, self._here(rank)
-        if near is None and self._mine.check([f"near/{rank}"]):
-            near = _record(rank, self._mine.get(f"near/{rank}"), now)
-        if near is None or seen is None:
-            return near or seen
-        return replace(near, beat_s=seen.beat_s)
-
-    def _judge(self, now: float) -> RankFailed:
-        """After a failure, or an order to end: by what ranks said, else the one that shows no life."""
-        f = self._findings(now)
-        if any(not s["witness"] for s in f.said.values()):
-            return verdict(f)
-        if silent := self._silent(now):
-            return failed(f, silent[0], "it has vanished")
-        if f.said:
-            return verdict(f)
-        return failed(f, self.rank, "ended from outside")
-
-    def _silent(self, now: float) -> list[int]:
-        """The other ranks that show no life, those that have not for longest first."""
-        beats = {r: s.beat_s for r, s in enumerate(self._sights) if r != self.rank}
-        return sorted((r for r, beat in beats.items() if now - beat > 2 * EVERY_S + 0.3), key=beats.__getitem__)
+        if late or (self.rank and now - self.sights.beat_s(0) > self.watchdog_s + GONE_S):
+            self.sights.see(range(self.world), now)
+            self._accuse(self.sights.judge(now))
 
     def _accuse(self, error: RankFailed) -> NoReturn:
         if self._mine.add("reporter", 1) == 1:
@@ -354,12 +265,12 @@ class RankWatchdog:
 
     def _bury(self, culprit: int) -> None:
         """It may be stopped, and would outlive us; what is dead does not clean up behind itself."""
-        if culprit != self.rank and self.hosts and self.hosts[culprit] == self.hosts[self.rank]:
-            self.flight.ask(culprit, self.pids[culprit], self.files[culprit])
+        if culprit != self.rank and self.sights.beside(culprit):
+            self.flight.ask(culprit, self.pids[culprit], self.sights.files[culprit])
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pids[culprit], signal.SIGKILL)
             self._buried = culprit
-            shutil.rmtree(self.files[culprit].parent, ignore_errors=True)
+            shutil.rmtree(self.sights.files[culprit].parent, ignore_errors=True)
 
     def _leave(self) -> NoReturn:
         """Without any farewell, which might hang; only this rank's own folder goes with it."""
@@ -367,8 +278,3 @@ class RankWatchdog:
             self.flight.tell()
             shutil.rmtree(self.progress.parent, ignore_errors=True)
             os._exit(FAILED)
-
-
-def _record(rank: int, text: bytes, now: float) -> RankRecord:
-    _, state, index, op, peers, idle_s, posting = json.loads(text)
-    return RankRecord(rank, RankState(state), index, op, tuple(peers), now - idle_s, now, posting)
