@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor
 
 from executor.checkpoint.folder import (
     STOP,
@@ -40,9 +42,10 @@ from executor.checkpoint.manifest import (
 )
 from executor.checkpoint.pieces import Held, ShardPiece, in_files, written
 from executor.checkpoint.reader import CheckpointReader
-from executor.checkpoint.settings import WEIGHT, config_file, plain_table, training_of
+from executor.checkpoint.settings import config_file, plain_table, training_of
 from executor.checkpoint.tensors import MANIFEST, write_tensors
 from executor.device.progress import RankProgress
+from executor.optim.optimizer import WEIGHT
 from executor.optim.sync import BucketSync
 from executor.parallel.shares import ParamShard
 from executor.transport.base import Transport
@@ -201,8 +204,13 @@ class RankCheckpoint:
 
     def _mine(self) -> Held:
         mine = written(self.plan.graph, self.places, self.rank)
-        kept = {n: x for n, x in self.sync.kept().items() if n in mine}
-        return {n: (ShardPiece(self.shares[n], first, len(slots[WEIGHT])), slots) for n, (first, slots) in kept.items()}
+        out: Held = {}
+        for n, first, slots in (x for x in self.sync.kept() if x[0] in mine):
+            if n in out:  # the device's part of it, before the host's
+                piece, own = out[n]
+                first, slots = piece.first, {s: torch.cat([own[s].cpu(), host]) for s, host in slots.items()}
+            out[n] = ShardPiece(self.shares[n], first, len(slots[WEIGHT])), slots
+        return out
 
     def _notes(self, done: int) -> list[Path]:
         return [_note(part_of(self._folder, done, self._name), r) for r in range(self.places.ranks)]
@@ -258,11 +266,16 @@ class RankCheckpoint:
         reader, params = CheckpointReader(folder, manifest, self.progress.go_on), self.sync.weights()
         for name, (first, flat) in params.items():
             reader.read(WEIGHT, name, ShardPiece(self.shares[name], first, len(flat)), flat)
-        for name, (first, slots) in self.sync.kept().items():
+        for name, first, slots in self.sync.kept():
             for slot, flat in slots.items():
-                if slot != WEIGHT or flat.dtype != params[name][1].dtype:  # else it is the parameter itself
+                if slot != WEIGHT or not _one(flat, params[name][1]):
                     reader.read(slot, name, ShardPiece(self.shares[name], first, len(flat)), flat)
-        self.sync.optimizer.steps = manifest.step
+        self.sync.optimizer.resume(manifest.step)
+
+
+def _one(a: Tensor, b: Tensor) -> bool:
+    """Whether they lie in the same memory: the weight that is updated is the parameter itself."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _note(folder: Path, rank: int) -> Path:

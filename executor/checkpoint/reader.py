@@ -9,10 +9,9 @@ from torch import Tensor
 
 from executor.checkpoint.manifest import CheckpointManifest, StoredShard
 from executor.checkpoint.pieces import ShardPiece
-from executor.checkpoint.settings import WEIGHT
 from executor.checkpoint.tensors import MANIFEST, CheckpointTensors, damaged
 from executor.modules.base import TORCH
-from executor.optim.optimizer import MOMENT
+from executor.optim.optimizer import MOMENT, WEIGHT
 
 
 class CheckpointReader:

@@ -26,7 +26,7 @@ from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
 from executor.modules.choose import weights_of
 from executor.modules.hub_weights import biases
-from executor.optim.optimizer import slots_of
+from executor.optim.optimizer import WEIGHT, slots_of
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import named_path
 from ir.core.work import DType
@@ -36,7 +36,6 @@ from ir.job.run_options import KEPT, CheckpointOptions
 from ir.job.table import table_of
 from ir.workload.config.load import presets, raw_config
 
-WEIGHT = "weight"
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them
 BESIDE = (BUFFERS, "routers' corrections")  # what weights' files have that is no parameter
 SEED = "the seed of frozen parameters"

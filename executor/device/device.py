@@ -59,10 +59,12 @@ def upload(tensor: Tensor, to: torch.device) -> Tensor:
 
 
 class Device(Protocol):
-    """Where a rank computes. ahead: the host only launches, and runs ahead of the device."""
+    """Where a rank computes. ahead: the host only launches, and runs ahead of the device. host_threads: the host's, for
+    work that a device leaves to it."""
 
     torch: torch.device
     ahead: bool
+    host_threads: int
 
     def bind(self) -> None:
         """Make it what this thread launches on."""
@@ -116,6 +118,7 @@ class HostDevice:
 
     torch = torch.device("cpu")
     ahead = False
+    host_threads = 1  # ranks share the cores
 
     def bind(self) -> None:
         """It is the default, unless a user has asked for another."""
@@ -204,6 +207,7 @@ class CudaDevice:
         for name, value in LAUNCHES.items():
             os.environ.setdefault(name, value)
         self.torch = torch.device("cuda", index)
+        self.host_threads = max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))  # as many ranks
         torch.cuda.set_device(index)
         torch.cuda.synchronize()
         event = _Event(enable_timing=True)

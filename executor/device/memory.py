@@ -8,8 +8,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Self
 
@@ -36,6 +36,20 @@ def resolve_operators() -> None:
             getattr(getattr(getattr(torch.ops, space), op), overload or "default")
 
 
+_ASIDE = threading.local()
+
+
+@contextmanager
+def unfollowed() -> Iterator[None]:
+    """What this thread does there is the host's own: neither memory nor work of a device, whoever follows its ops."""
+    before = getattr(_ASIDE, "on", False)
+    _ASIDE.on = True
+    try:
+        yield
+    finally:
+        _ASIDE.on = before
+
+
 class OpWatch(TorchDispatchMode, ABC):
     """A dispatch mode. Else torch would import its compiler at the first op, a second for every rank."""
 
@@ -55,7 +69,7 @@ class OpWatch(TorchDispatchMode, ABC):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.called(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if getattr(_ASIDE, "on", False) else self.called(func, args, kwargs or {})
 
     @abstractmethod
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

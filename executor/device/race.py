@@ -54,7 +54,7 @@ class RaceDevice:
     """The device. All ranks of a process share one. deaf: it forgets what it is told to follow, as a control."""
 
     torch = torch.device("cpu", 0)  # the host's is "cpu": who moves a tensor there reads it
-    ahead = True
+    ahead, host_threads = True, 1
 
     def __init__(self, clocks: DeviceRaceClocks | None = None, *, deaf: bool = False) -> None:
         self.deaf, self.clocks = deaf, clocks or DeviceRaceClocks()

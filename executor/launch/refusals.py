@@ -39,8 +39,6 @@ def _refuse_job(prepared: PreparedJob, real: bool) -> None:
     if prepared.config.mtp and prepared.layers[-1] == 0:
         message = "an MTP module on a stage without the last layer"
         raise _not_yet(message, "parallel.layers", "at least 1 layer on the last stage")
-    if offload := prepared.job.optimizer.offload:
-        raise _not_yet(f"an update of which the host makes {offload:g}", "optimizer.offload", "0")
     if prepared.job.optimizer.name == "muon":
         for axis in ("tp", "etp"):
             if (size := prepared.mesh.sizes[axis]) > 1:

@@ -137,13 +137,14 @@ class FlatBucket:
 
     # -- what this rank has -------------------------------------------------------------------------------------------
 
-    def pieces(self, flat: Tensor) -> dict[str, tuple[int, Tensor]]:
-        """`weights` or `reduced` by parameter: first element, and the flat piece from there on."""
-        out = {}
+    def pieces(self, flat: Tensor, at: int = 0) -> dict[str, tuple[int, Tensor]]:
+        """`weights` or `reduced`, or what of them begins at an element, by parameter: first element, and the flat piece
+        from there on."""
+        out, begin = {}, self.own.start + at
         for n, place in self.places.items():
-            low, high = max(place.start, self.own.start), min(place.stop, self.own.stop)
+            low, high = max(place.start, begin), min(place.stop, begin + len(flat))
             if low < high:
-                out[n] = low - place.start, flat[low - self.own.start : high - self.own.start]
+                out[n] = low - place.start, flat[low - begin : high - begin]
         return out
 
     def units(self, flat: Tensor) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ def learning_rate(o: JobOptimizer, step: int, steps: int = 0) -> float:
 
 Runs = tuple[tuple[slice, float], ...]  # stretches of a flat tensor, each with its weight decay
 USUAL_DECAY = {"adamw": 0.01, "sgd": 0.0, "muon": 0.1}  # torch's
-MOMENT = "momentum_buffer"
+WEIGHT, MOMENT = "weight", "momentum_buffer"
 
 
 def slots_of(config: JobOptimizer, *, matrix: bool = False) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ class Optimizer:
 
     def kept(self, name: str) -> dict[str, Tensor]:
         """All that a parameter's next update starts from: the value that is updated, and its moments."""
-        return {"weight": self.masters.get(name, self.params[name]), **self.state[name]}
+        return {WEIGHT: self.masters.get(name, self.params[name]), **self.state[name]}
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> None:

@@ -1,13 +1,23 @@
 """What keeps copies and shares in step: reductions over owners, the global norm, the update, gathers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, dtype, float64
 
+from executor.device.device import Device, HostDevice
 from executor.optim.flat import FlatBucket
-from executor.optim.optimizer import Optimizer, ParamGradients, Runs, clip_scale, decay_of, global_norm, square_sums
+from executor.optim.offload import OffloadedOptimizer
+from executor.optim.optimizer import (
+    WEIGHT,
+    ParamGradients,
+    Runs,
+    clip_scale,
+    decay_of,
+    global_norm,
+    square_sums,
+)
 from executor.parallel.collective import Collective
 from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
@@ -34,8 +44,8 @@ class BucketSyncConfig:
     """of weights on their way to who reads them; their own, if left out"""
     elsewhere: frozenset[str] = frozenset()
     """parameters that the global norm takes from a tensor-parallel rank before this one"""
-    ahead: bool = False
-    """the host does not wait for the norm: what gradients are multiplied by stays on the device"""
+    device: Device = field(default_factory=HostDevice)
+    """where it is ahead, the host does not wait for the norm: what gradients are multiplied by stays there"""
 
 
 class BucketSync:
@@ -54,7 +64,7 @@ class BucketSync:
         order: Sequence[str],
         config: BucketSyncConfig,
     ) -> None:
-        self.elsewhere, self.ahead = config.elsewhere, config.ahead
+        self.elsewhere, self.ahead = config.elsewhere, config.device.ahead
         self.grads, self.params, self.order, self.config = grads, params, list(order), config.optimizer
         program = places.program(rank)
         shared = several(found, program)
@@ -71,7 +81,12 @@ class BucketSync:
             mine |= f.units(f.weights)
         runs = {f"flat:{k}": _runs(f, config.optimizer) for k, f in self.flat.items() if not f.matrices}
         matrices = {n for b in found if b.matrices for n in b.params}
-        self.optimizer = Optimizer(config.optimizer, mine, config.moments, runs, matrices)
+        host = {n: int(t.numel() * config.optimizer.offload) for n, t in mine.items() if n not in self.alone}
+        for b in (b for b in found if program in b.owners and b not in shared):
+            host |= _last(int(b.numel * config.optimizer.offload), {n: params[n].numel() for n in b.params})
+        self.optimizer = OffloadedOptimizer(
+            config.optimizer, mine, config.moments, runs, matrices, host=host, device=config.device
+        )
         # The norm's last bit is the order's in which copies were summed: where sums are wider than weights, it goes, or
         # it would round one weight of a billion otherwise, and curves of two plans would part after some hundred steps.
         sums = [*(grads.sums[n] for n in self.alone), *(f.sums for f in self.flat.values())]
@@ -153,16 +168,16 @@ class BucketSync:
         return square_sums({n: g for n, g in mine.items() if n not in self.elsewhere}, self.order, where)
 
     def tensors(self) -> list[Tensor]:
-        """Flat buffers and optimizer state: they persist."""
-        return [*(t for f in self.flat.values() for t in f.tensors()), *self._state()]
+        """Flat buffers and the device's optimizer state: they persist."""
+        return [*(t for f in self.flat.values() for t in f.tensors()), *self.optimizer.tensors()]
 
     def state_bytes(self) -> dict[str, int]:
-        """What persists, after sharding."""
+        """What persists on the device, after sharding."""
         whole = [f.weights if f.gathers else f.whole for f in self.flat.values()]
         parts = {
             "parameters": [*(self.params[n] for n in self.alone), *whole],
             "gradients": [*(self.grads[n] for n in self.alone), *(f.sums for f in self.flat.values())],
-            "optimizer": self._state(),
+            "optimizer": self.optimizer.tensors(),
             "buffers": [f.travels for f in self.flat.values() if f.travels is not f.sums],
         }
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
@@ -182,23 +197,35 @@ class BucketSync:
                 out = {n: x for n, x in out.items() if n not in f.places} | f.pieces(f.weights)
         return out
 
-    def kept(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """What this rank updates, by parameter: first element, and the flat pieces of the value and of its moments."""
+    def kept(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """What this rank updates: parameter, first element, and the flat pieces of the value and of its moments. Of one
+        of which the host updates a part there are two, in their order."""
         whole = [*self.alone, *(n for f in self.flat.values() if f.matrices for n in f.units(f.weights))]
-        out = {n: (0, {s: t.view(-1) for s, t in self.optimizer.kept(n).items()}) for n in whole}
+        for n in whole:
+            for first, slots in self.optimizer.kept(n):
+                yield n, first, {s: t.view(-1) for s, t in slots.items()}
         for key, f in ((k, f) for k, f in self.flat.items() if not f.matrices):
-            for slot, flat in self.optimizer.kept(f"flat:{key}").items():
-                for n, (first, piece) in f.pieces(flat).items():
-                    out.setdefault(n, (first, {}))[1][slot] = piece
-        return out
-
-    def _state(self) -> list[Tensor]:
-        state = [t for slots in self.optimizer.state.values() for t in slots.values()]
-        return [*state, *self.optimizer.masters.values()]
+            for at, slots in self.optimizer.kept(f"flat:{key}"):
+                cut = {s: f.pieces(flat, at) for s, flat in slots.items()}
+                for n, (first, _) in cut[WEIGHT].items():
+                    yield n, first, {s: pieces[n][1] for s, pieces in cut.items()}
 
     def _partial_norm(self) -> Tensor:
         self._sums = self.squares()
         return self._sums
+
+
+def _last(count: int, numels: Mapping[str, int]) -> dict[str, int]:
+    """So many elements, the last of several tensors that lie behind one another, by tensor.
+
+    >>> _last(5, {"a": 4, "b": 2, "c": 2})
+    {'c': 2, 'b': 2, 'a': 1}
+    """
+    out = dict[str, int]()
+    for name, numel in reversed([*numels.items()]):
+        out[name] = min(count, numel)
+        count -= out[name]
+    return out
 
 
 def _runs(flat: FlatBucket, config: JobOptimizer) -> Runs:

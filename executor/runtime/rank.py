@@ -83,7 +83,7 @@ class RankRun:
         if local is not None:
             keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
             keeper.begin(transport, ctx.store("asked"))
-            local.sync.optimizer.ends = o.steps
+            local.sync.optimizer.ends(o.steps)
         device.mark().wait()
         ctx.progress.wait(text="begin")  # the others may still be compiling
         transport.barrier()

@@ -105,7 +105,7 @@ class RankModel:
             stages[s].compiled, stages[s].remade = compiled.parts, remade_values(prepared)
             stages[s].still, stages[s].edge = without_backward(entries)
         elsewhere = repeated(plan.graph) if region.tp.index else frozenset[str]()
-        config = _sync_config(prepared, elsewhere, device.ahead)
+        config = _sync_config(prepared, elsewhere, device)
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
         return cls(stages, dict(built.extras), params, built.frozen, grads, sync, held, guide, compiled, default)
 
@@ -121,7 +121,7 @@ class RankModel:
         return [*self.params.values(), *self.frozen.values(), *self.grads.sums.values(), *self.sync.tensors()]
 
 
-def _sync_config(prepared: PreparedJob, elsewhere: frozenset[str], ahead: bool) -> BucketSyncConfig:
+def _sync_config(prepared: PreparedJob, elsewhere: frozenset[str], device: Device) -> BucketSyncConfig:
     p = precision_of(prepared.job)
     reduce, moments, gather = (TORCH[d] for d in (p.reduce, p.optimizer, gathered_format(prepared)))
-    return BucketSyncConfig(prepared.job.optimizer, reduce, moments, gather, elsewhere, ahead)
+    return BucketSyncConfig(prepared.job.optimizer, reduce, moments, gather, elsewhere, device)

@@ -234,7 +234,7 @@ class JobHistory:
 class JobOptimizer:
     """The update. clip_norm 0 turns clipping off. weight_decay: by default 0.01 of adamw, 0 of sgd; no_decay: patterns
     of the names it spares. decay_steps: of every schedule but "constant"; of "wsd" the run's last ones. offload: share
-    of the parameters whose moments and master weights the host keeps and updates; predicted, not executed.
+    of the parameters whose moments and master weights the host keeps and updates.
 
     "muon" is torch.optim.Muon for hidden matrices (each expert's by itself), with momentum, nesterov, ns_steps of
     Newton-Schulz and adjust_lr, and AdamW for all else: embeddings, head, norms, biases; weight_decay of both, by

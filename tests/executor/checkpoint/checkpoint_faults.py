@@ -13,6 +13,7 @@ from executor.checkpoint import folder as folder_module
 from executor.checkpoint import keeper as keeper_module
 from executor.checkpoint.keeper import RankCheckpoint
 from executor.device.progress import RankProgress, RankState
+from executor.optim.optimizer import WEIGHT
 from executor.runtime.batch import Microbatch, MicrobatchLoader
 from executor.runtime.interpreter import PlanInterpreter, StepResult
 from executor.runtime.rank import train_rank
@@ -155,9 +156,10 @@ def without_moments(ctx: RankContext, **spec: Any) -> Any:
     """Moments are not taken up."""
 
     def forget(self: RankCheckpoint) -> None:
-        for slots in self.sync.optimizer.state.values():
-            for t in slots.values():
-                t.zero_()
+        for _, _, slots in self.sync.kept():
+            for slot, flat in slots.items():
+                if slot != WEIGHT:
+                    flat.zero_()
 
     return _loaded(forget, ctx, spec)
 
@@ -166,7 +168,7 @@ def counted_anew(ctx: RankContext, **spec: Any) -> Any:
     """The optimizer counts its steps from 0."""
 
     def forget(self: RankCheckpoint) -> None:
-        self.sync.optimizer.steps = 0
+        self.sync.optimizer.resume(0)
 
     return _loaded(forget, ctx, spec)
 

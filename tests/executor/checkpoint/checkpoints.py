@@ -80,15 +80,15 @@ class State:
         for sync, held in zip(self.syncs, self.held, strict=True):
             for name, (first, flat) in sync.weights().items():
                 flat.copy_(part(values["weight"][name], held[name], first, len(flat)))
-            for name, (first, slots) in sync.kept().items():
+            for name, first, slots in sync.kept():
                 for slot, flat in slots.items():
                     flat.copy_(part(values[slot][name], held[name], first, len(flat)))
 
     def forget(self) -> None:
         """All zero again."""
         for sync in self.syncs:
-            sync.optimizer.steps = 0
-            flats = [flat for _, slots in sync.kept().values() for flat in slots.values()]
+            sync.optimizer.resume(0)
+            flats = [flat for _, _, slots in sync.kept() for flat in slots.values()]
             for flat in (*flats, *(flat for _, flat in sync.weights().values())):
                 flat.zero_()
 
@@ -116,7 +116,7 @@ class State:
         for sync, held in zip(self.syncs, self.held, strict=True):
             for name, (first, flat) in sync.weights().items():
                 assert torch.equal(flat, part(values["weight"][name], held[name], first, len(flat)).to(flat.dtype))
-            for name, (first, slots) in sync.kept().items():
+            for name, first, slots in sync.kept():
                 for slot, flat in slots.items():
                     count += len(flat)
                     assert torch.equal(flat, part(values[slot][name], held[name], first, len(flat)).to(flat.dtype))

@@ -77,6 +77,9 @@ PLANS = [
     ("parallel.pp=2", "parallel.tp=2", "parallel.dp=2", "parallel.zero=1"),
     ("parallel.pp=1", "parallel.tp=4", "parallel.dp=2", "parallel.zero=3"),
     ("parallel.pp=1", "parallel.tp=2", "parallel.cp=2", "parallel.dp=2", "parallel.zero=2"),
+    ("parallel.pp=2", "parallel.dp=2", "parallel.zero=1", "optimizer.offload=0.37"),
+    ("parallel.pp=2", "parallel.tp=2", "optimizer.offload=0.8"),
+    ("parallel.pp=1", "parallel.dp=2", "parallel.zero=3", "optimizer.offload=1"),
 ]
 EXPERTS = [
     ("parallel.pp=1", "parallel.dp=4", "parallel.ep=2", "parallel.zero=2"),
@@ -96,7 +99,7 @@ def test_every_element_is_written_by_one_rank(sets: tuple[str, ...], tmp_path: P
     found: dict[str, list[ShardPiece]] = {}
     for rank, sync in enumerate(state.syncs):
         mine = written(state.plan.graph, RankPlacement.of(state.plan), rank)
-        for name, (first, slots) in sync.kept().items():
+        for name, first, slots in sync.kept():
             if name in mine:
                 found.setdefault(name, []).append(ShardPiece(state.held[rank][name], first, len(slots["weight"])))
     assert found.keys() == {p.name for e in state.prepared.base.entries for p in e.part.params}

@@ -206,7 +206,7 @@ def _clipped(folder: Path, noise: float, **formats: str) -> dict[str, Tensor]:
         local.grads.add(name, torch.empty_like(total).normal_(generator=draw))
     local.sync._sums = local.sync.squares() * (1 + noise)
     local.sync.update()
-    return {n: slots["weight"] for n, (_, slots) in local.sync.kept().items()}
+    return {n: slots["weight"] for n, _, slots in local.sync.kept()}
 
 
 def test_where_sums_are_wider_than_weights_the_last_bit_of_a_norm_is_no_update_s(tmp_path: Path) -> None:

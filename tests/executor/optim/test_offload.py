@@ -1,0 +1,122 @@
+"""An update of which the host makes a share: the same numbers, and the device keeps what is predicted."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from executor.checkpoint.manifest import read_manifest
+from executor.device.device import HostDevice
+from executor.measure.peak_bytes import peak_bytes
+from executor.optim.offload import OffloadedOptimizer
+from ir.job.run_options import CheckpointOptions
+from ir.job.schema import JobOptimizer
+from ir.plan.places import RankPlacement
+from piper_sim import load_job
+from piper_sim.study.predict import predict
+from tests.executor.runs import Ran, distance, job_file, judged, run
+
+PLANS = {
+    "alone": (),
+    "copies": ("parallel.pp=1", "parallel.dp=2", "parallel.zero=0", "schedule.microbatches=2"),
+    "zero1 pp2": ("parallel.dp=2", "parallel.zero=1", "schedule.microbatches=2"),
+    "zero2": ("parallel.pp=1", "parallel.dp=4", "parallel.zero=2", "schedule.microbatches=1"),
+    "zero3 dualpipe": ("parallel.dp=2", "parallel.zero=3", "schedule.name=dualpipe", "schedule.microbatches=2"),
+    "tp2 zbv": ("parallel.tp=2", "schedule.name=zbv"),
+    "ep2": ("model.config=tiny-moe", "parallel.dp=2", "parallel.ep=2", "parallel.zero=1", "schedule.microbatches=2"),
+}
+NARROW = (
+    ("precision.compute=bf16",),
+    ("precision.compute=fp32", "precision.optimizer=fp64"),
+    ("precision.compute=bf16", "precision.grads=bf16", "precision.reduce=bf16"),
+    ("precision.compute=fp32", "optimizer.name=sgd", "optimizer.lr=0.1"),
+)
+RULES = (
+    ("optimizer.clip_norm=0.1",),
+    ('optimizer.no_decay=["*norm*"]', "optimizer.weight_decay=0.1", "optimizer.clip_norm=0.5"),
+    ("optimizer.warmup_steps=2", "optimizer.schedule=linear", "optimizer.decay_steps=4"),
+    ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.1"),
+)
+SHARES = (0.9, 0.5, 0.37, 1e-4)
+ROUNDING = 1e-13
+
+
+def off(a: Ran, b: Ran) -> float:
+    """How far two runs are apart: losses, norms, gradients and parameters of all ranks."""
+    told = [np.array([*r.object["losses"], *r.object["grad_norms"]]) for r in (a, b)]
+    pairs = zip((*a.grads, *a.params), (*b.grads, *b.params), strict=True)
+    return max(float(np.abs(told[0] / told[1] - 1).max()), *(distance(x, y) for x, y in pairs))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_whoever_updates_the_numbers_are_the_same(plan: str) -> None:
+    """All of it to the bit. A share ends where no kernel's vector does, so that a sum there may round otherwise."""
+    draw = random.Random(plan)
+    for sets, share in ((draw.choice(NARROW), 1.0), *((draw.choice(RULES), draw.choice(SHARES)) for _ in range(2))):
+        both = ((), (f"optimizer.offload={share}",))
+        usual, offloaded = (run(*PLANS[plan], *sets, *more, steps=3, backend="local") for more in both)
+        assert off(usual, offloaded) <= (0.0 if share == 1.0 else ROUNDING), (sets, share)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_the_numbers_are_those_of_torch(forgotten: bool) -> None:
+    """Of torch's own AdamW, with weights wider on the host; the control is a host whose weights do not come back."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"a": (3, 7), "b": (40,), "c": (5,)}
+    start = {n: torch.randn(s, generator=draw, dtype=torch.float64) for n, s in sizes.items()}
+    want = {n: torch.nn.Parameter(p.clone()) for n, p in start.items()}
+    theirs = torch.optim.AdamW(want.values(), lr=0.01, weight_decay=0.1)
+    config = JobOptimizer(lr=0.01, weight_decay=0.1)
+    ours = OffloadedOptimizer(config, start, torch.float64, host={"a": 10, "b": 40, "c": 0}, device=HostDevice())
+    if forgotten:
+        ours.shares = {n: t.clone() for n, t in ours.shares.items()}
+    for _ in range(4):
+        grads = {n: torch.randn(s, generator=draw, dtype=torch.float64) for n, s in sizes.items()}
+        for n, p in want.items():
+            p.grad = grads[n].clone()
+        theirs.step()
+        ours.step(grads)
+    far = {n: float((start[n] - p.detach()).abs().max()) for n, p in want.items()}
+    assert far["c"] == 0 and (max(far.values()) <= 1e-15) is not forgotten
+    assert [t.numel() for t in ours.tensors()] == [11, 11, 5, 5]
+
+
+@pytest.mark.parametrize("plan", ["alone", "copies", "zero1 pp2", "zero2"])
+def test_the_device_keeps_what_is_predicted(plan: str, tmp_path: Path) -> None:
+    found = []
+    for share in (0, 0.37, 1):
+        sets = *PLANS[plan], "precision.compute=bf16", "cluster.host_GBps=40", f"optimizer.offload={share}"
+        memory = run(*sets, steps=1, memory=True).object["memory"]
+        held, peaks = memory["persistent_bytes"], memory["peak_allocated_bytes"]
+        assert tuple(peaks.values()) == peak_bytes(*judged(tmp_path, *sets))
+        p = predict(load_job(str(job_file(tmp_path)), sets))
+        places, said = RankPlacement.of(p.plan), p.to_dict()["memory"]["breakdown_bytes"]
+        told = [said[str(places.program(r))]["optimizer"] for r in range(places.ranks)]
+        assert [x["optimizer"] for x in held.values()] == told, share
+        found.append(told[0])
+    assert found[1] == pytest.approx(0.63 * found[0], abs=12 * 64) and found[2] == 0
+
+
+def test_checkpoints_do_not_tell_who_updates(tmp_path: Path) -> None:
+    def saved(name: str, share: float, steps: int, resume: Path | None = None) -> Path:
+        saving = CheckpointOptions(save=str(tmp_path / name), every=1, keep=9, resume=resume and str(resume))
+        sets = *PLANS["zero2"], "precision.compute=bf16", f"optimizer.offload={share}"
+        return Path(run(*sets, steps=steps, saving=saving, backend="local").object["saved"])
+
+    whole, part = saved("whole", 0, 3), saved("part", 0.37, 3)
+    for name, share, want, others in (("all", 1.0, whole, (0.0, 1.0)), ("again", 0.37, part, (0.37,))):
+        begun = saved(name, share, 2)
+        assert read_manifest(begun).files == read_manifest(want.parent / begun.name).files
+        for other in others:
+            end = saved(f"{name} {other}", other, 3, resume=begun)
+            assert read_manifest(end).files == read_manifest(want).files
+
+
+def test_host_and_device_do_not_race() -> None:
+    sets = (*PLANS["zero1 pp2"], "optimizer.clip_norm=0.1")
+    usual, watched = (run(*sets, f"optimizer.offload={x}", steps=2, racecheck=True, backend="local") for x in (0, 0.5))
+    assert watched.object["races"] == []
+    assert watched.object["host_syncs"] == usual.object["host_syncs"] | {"0UPDATE/p0": 4, "1UPDATE/p1": 4}  # gradients
+    assert off(usual, watched) <= ROUNDING
