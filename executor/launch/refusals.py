@@ -39,10 +39,6 @@ def _refuse_job(prepared: PreparedJob, real: bool) -> None:
     if prepared.config.mtp and prepared.layers[-1] == 0:
         message = "an MTP module on a stage without the last layer"
         raise _not_yet(message, "parallel.layers", "at least 1 layer on the last stage")
-    if prepared.job.optimizer.name == "muon":
-        for axis in ("tp", "etp"):
-            if (size := prepared.mesh.sizes[axis]) > 1:
-                raise _not_yet(f"Muon of matrices that {axis} = {size} cuts", f"parallel.{axis}", "1")
     if real:
         _refuse_arithmetic(prepared)
     _refuse_formats(prepared)

@@ -1,6 +1,6 @@
 """An optimizer of which the host may make a share, and then keeps the moments and weights of that."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from executor.device.device import Device, on_host
 from executor.device.memory import unfollowed
+from executor.optim.muon import MatrixShardGroup
 from executor.optim.optimizer import Optimizer, Runs, decay_of
 from ir.job.schema import JobOptimizer
 
@@ -34,7 +35,7 @@ class OffloadedOptimizer:
         params: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
         runs: Mapping[str, Runs] | None = None,
-        matrices: Container[str] = (),
+        matrices: Mapping[str, MatrixShardGroup | None] | None = None,
         *,
         host: Mapping[str, int],
         device: Device,

@@ -1,7 +1,7 @@
 """SGD, AdamW, Muon on flat sets of named tensors, in stretches; learning rates, sums of gradients, their norm."""
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import overload
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.device.device import on_gpu
 from executor.optim.fused import fused_adamw
-from executor.optim.muon import update_matrix
+from executor.optim.muon import MatrixShardGroup, update_matrix
 from ir.job.schema import JobOptimizer
 
 
@@ -109,7 +109,7 @@ class Optimizer:
 
     dtype: of moments and master weights; a parameter that already has it gets no master copy. runs: of what is no
     parameter, but a shard of several: its stretches of one weight decay. ends: the step behind which the run ends.
-    matrices: those that Muon updates, each whole.
+    matrices: those that Muon updates, each whole but for what tensor parallelism cuts.
 
     >>> w = torch.ones(2)
     >>> opt = Optimizer(JobOptimizer("sgd", lr=0.5), {"w": w}); opt.step({"w": torch.ones(2)}); w.tolist()
@@ -122,9 +122,9 @@ class Optimizer:
         params: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
         runs: Mapping[str, Runs] | None = None,
-        matrices: Container[str] = (),
+        matrices: Mapping[str, MatrixShardGroup | None] | None = None,
     ) -> None:
-        self.matrices = matrices
+        self.matrices = matrices or {}
         self.config, self.params = config, {n: p.detach() for n, p in params.items()}
         whole = {n: ((slice(None), decay_of(config, n)),) for n in params}
         self.runs: dict[str, Runs] = {**whole, **(runs or {})}
@@ -132,7 +132,7 @@ class Optimizer:
         wide = {n: torch.promote_types(p.dtype, dtype) for n, p in self.params.items()}
         self.masters = {n: p.to(wide[n]) for n, p in self.params.items() if p.dtype != wide[n]}
         self.steps = 0
-        slots = {n: slots_of(config, matrix=n in matrices) for n in self.params}
+        slots = {n: slots_of(config, matrix=n in self.matrices) for n in self.params}
         self.state = {n: {s: torch.zeros_like(p, dtype=wide[n]) for s in slots[n]} for n, p in self.params.items()}
 
     def kept(self, name: str) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ class Optimizer:
     def _matrix(self, name: str, weight: Tensor, grad: Tensor, scale: float | Tensor) -> None:
         grad = grad * scale if self.config.clip_norm else grad
         moment, decay = self.state[name][MOMENT], decay_of(self.config, name)
-        update_matrix(self.config, self.lr, decay, weight, grad, moment)
+        update_matrix(self.config, self.lr, decay, weight, grad, moment, self.matrices[name])
 
     def _in_stretches(self, scale: float | Tensor, decay: float, tensors: Sequence[Tensor]) -> None:
         """Of (the parameter, the weight that is updated, its gradient, its moments), and the parameter made of it."""

@@ -8,6 +8,7 @@ from torch import Tensor, dtype, float64
 
 from executor.device.device import Device, HostDevice
 from executor.optim.flat import FlatBucket
+from executor.optim.muon import MatrixShardGroup
 from executor.optim.offload import OffloadedOptimizer
 from executor.optim.optimizer import (
     WEIGHT,
@@ -44,6 +45,8 @@ class BucketSyncConfig:
     """of weights on their way to who reads them; their own, if left out"""
     elsewhere: frozenset[str] = frozenset()
     """parameters that the global norm takes from a tensor-parallel rank before this one"""
+    cuts: Mapping[str, MatrixShardGroup] = field(default_factory=dict)
+    """of hidden matrices that ranks share, where Muon updates them"""
     device: Device = field(default_factory=HostDevice)
     """where it is ahead, the host does not wait for the norm: what gradients are multiplied by stays there"""
 
@@ -80,7 +83,7 @@ class BucketSync:
         for f in self.flat.values():
             mine |= f.units(f.weights)
         runs = {f"flat:{k}": _runs(f, config.optimizer) for k, f in self.flat.items() if not f.matrices}
-        matrices = {n for b in found if b.matrices for n in b.params}
+        matrices = {n: config.cuts.get(n) for b in found if b.matrices for n in b.params}
         host = {n: int(t.numel() * config.optimizer.offload) for n, t in mine.items() if n not in self.alone}
         for b in (b for b in found if program in b.owners and b not in shared):
             host |= _last(int(b.numel * config.optimizer.offload), {n: params[n].numel() for n in b.params})

@@ -20,6 +20,8 @@ from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import Message, MessageKind
 from ir.graph.graph import Graph
+from ir.graph.matrices import MuonOptimizer, shared_kinds
+from ir.graph.sync import buckets
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 from ir.workload.part import PartLayout
@@ -246,4 +248,8 @@ def inline_groups(plan: Plan, places: RankPlacement) -> list[Meeting]:
             for axis, program in product(message.axes, node.groups):
                 if axis in AXES:
                     kinds.setdefault((axis, program), set()).add(message.kind)
+    for b in buckets(plan.graph):  # whichever rank has which of Muon's matrices
+        for axis, used in shared_kinds(b.matrices, plan.graph.muon or MuonOptimizer()).items():
+            for program in b.owners if used else ():
+                kinds.setdefault((axis, program), set()).update(used)
     return [m for (axis, p), used in kinds.items() for m in meetings(places, axis, (axis,), (p,), used)]

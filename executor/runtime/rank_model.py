@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from executor.device.placed import place
 from executor.modules.base import TORCH
 from executor.modules.choose import gathered_format, model_of, recomputed, remade_values, without_backward
 from executor.modules.user.model import UserModel
+from executor.optim.muon import MatrixShardGroup
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, BucketSyncConfig
 from executor.parallel.expert_all_to_all import ExpertGroup, ExpertRoute
@@ -22,6 +23,7 @@ from executor.parallel.router_guide import ExpertRouterGuide, guide_of
 from executor.parallel.shares import ParamShard, shares
 from executor.runtime.kernels import RealKernels
 from ir.graph.expert_rows import spread_chunks
+from ir.graph.graph import Graph
 from ir.graph.sync import buckets, repeated
 from ir.job.build import PreparedJob, precision_of
 from ir.plan.places import RankPlacement
@@ -105,7 +107,7 @@ class RankModel:
             stages[s].compiled, stages[s].remade = compiled.parts, remade_values(prepared)
             stages[s].still, stages[s].edge = without_backward(entries)
         elsewhere = repeated(plan.graph) if region.tp.index else frozenset[str]()
-        config = _sync_config(prepared, elsewhere, device)
+        config = _sync_config(prepared, elsewhere, _cuts(plan.graph, held, region), device)
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
         return cls(stages, dict(built.extras), params, built.frozen, grads, sync, held, guide, compiled, default)
 
@@ -121,7 +123,21 @@ class RankModel:
         return [*self.params.values(), *self.frozen.values(), *self.grads.sums.values(), *self.sync.tensors()]
 
 
-def _sync_config(prepared: PreparedJob, elsewhere: frozenset[str], device: Device) -> BucketSyncConfig:
+def _cuts(graph: Graph, held: Mapping[str, ParamShard], region: RankRegion) -> dict[str, MatrixShardGroup]:
+    """How ranks share the matrices that Muon updates: along rows or columns, not experts."""
+    out = {}
+    for b in buckets(graph):
+        for name, m in zip(b.params, b.matrices, strict=False):
+            if m.cut is not None:
+                share = held[name]
+                (own,) = (replace(c, dim=m.cut) for c in share.cuts if c.dim - (len(share.shape) - 2) == m.cut)
+                out[name] = MatrixShardGroup(getattr(region, m.axis), own)
+    return out
+
+
+def _sync_config(
+    prepared: PreparedJob, elsewhere: frozenset[str], cuts: Mapping[str, MatrixShardGroup], device: Device
+) -> BucketSyncConfig:
     p = precision_of(prepared.job)
     reduce, moments, gather = (TORCH[d] for d in (p.reduce, p.optimizer, gathered_format(prepared)))
-    return BucketSyncConfig(prepared.job.optimizer, reduce, moments, gather, elsewhere, device)
+    return BucketSyncConfig(prepared.job.optimizer, reduce, moments, gather, elsewhere, cuts, device)

@@ -5,7 +5,7 @@ X <- a X + (b A + c A A) X with A = X Xt, of the matrix turned so that it has no
 (kellerjordan.github.io/posts/muon, torch.optim.Muon). All else, embeddings and the head among it, is AdamW's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -26,8 +26,8 @@ class MuonOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShard:
-    """What one device holds of a parameter: `count` matrices (experts), of rows x columns. cut: the dim that tp cuts,
-    over `ranks`; none where one rank has all of it.
+    """What one device holds of a parameter: `count` matrices (experts), of rows x columns. cut: the dim that `axis`
+    cuts, over `ranks`; none where one rank has all of it.
     """
 
     count: int
@@ -35,6 +35,7 @@ class MatrixShard:
     columns: int
     cut: int | None = None
     ranks: int = 1
+    axis: str = "tp"
 
     @property
     def numel(self) -> int:
@@ -46,9 +47,9 @@ def hidden_matrix(param: Param, layout: PartLayout) -> MatrixShard | None:
     """What a device holds of a hidden matrix, or of one for each expert; None of what AdamW updates.
 
     >>> hidden_matrix(Param("w", (8, 6), ("tp",), dims=(1,)), PartLayout(tp=2))
-    MatrixShard(count=1, rows=8, columns=3, cut=1, ranks=2)
+    MatrixShard(count=1, rows=8, columns=3, cut=1, ranks=2, axis='tp')
     >>> hidden_matrix(Param("experts", (8, 4, 6), ("ep", "etp"), True, (0, 1)), PartLayout(ep=4))
-    MatrixShard(count=2, rows=4, columns=6, cut=None, ranks=1)
+    MatrixShard(count=2, rows=4, columns=6, cut=None, ranks=1, axis='etp')
     """
     if param.table or len(param.shape) != 2 + param.expert:
         return None
@@ -56,7 +57,7 @@ def hidden_matrix(param: Param, layout: PartLayout) -> MatrixShard | None:
     at = param.dims[param.sharded.index(axis)] - param.expert if axis in param.sharded else None
     ranks = int(getattr(layout, axis)) if at is not None else 1
     *many, rows, columns = local_shape(param, layout)
-    return MatrixShard(prod(many), rows, columns, at if ranks > 1 else None, ranks)
+    return MatrixShard(prod(many), rows, columns, at if ranks > 1 else None, ranks, axis)
 
 
 def packed(numels: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ def heaviest(matrices: Sequence[MatrixShard], ranks: int) -> list[MatrixShard]:
 
 
 def orthogonalised(m: MatrixShard, muon: MuonOptimizer) -> tuple[Work, tuple[Message, ...], int]:
-    """(kernels, messages over tp, bytes on the way) of Newton-Schulz of a parameter; products are in bf16.
+    """(kernels, messages over its axis, bytes on the way) of Newton-Schulz of a parameter; products are in bf16.
 
     FLOPs of one matrix are steps · (4 m² n + 2 m³), m the smaller side:
 
@@ -88,7 +89,7 @@ def orthogonalised(m: MatrixShard, muon: MuonOptimizer) -> tuple[Work, tuple[Mes
     >>> sum(k.flops * k.count for k in work) - 5 * (4 * 16**2 * 64 + 2 * 16**3) == work[0].flops
     True
     """
-    rows, columns, axis, mode = m.rows, m.columns, ("tp",), muon.tp_mode if m.ranks > 1 else "blockwise"
+    rows, columns, axis, mode = m.rows, m.columns, (m.axis,), muon.tp_mode if m.ranks > 1 else "blockwise"
     if mode == "duplicated":
         rows, columns = (rows * m.ranks, columns) if m.cut == 0 else (rows, columns * m.ranks)
     short, long = sorted((rows, columns))
@@ -110,6 +111,18 @@ def orthogonalised(m: MatrixShard, muon: MuonOptimizer) -> tuple[Work, tuple[Mes
         messages = (Message(MessageKind.ALL_REDUCE, 2 * square, axis),) * times
     # A gradient times the clip factor and its look ahead in fp32, X and the next X, A and b A + c A A.
     return work, messages, 12 * all_of + 4 * square
+
+
+def shared_kinds(matrices: Iterable[MatrixShard], muon: MuonOptimizer) -> dict[str, set[MessageKind]]:
+    """By axis, what its ranks do together to orthogonalise any of these.
+
+    >>> shared_kinds([MatrixShard(1, 8, 3, 1, 2)], MuonOptimizer(tp_mode="duplicated"))
+    {'tp': {<MessageKind.ALL_GATHER: 'all_gather'>}}
+    """
+    out: dict[str, set[MessageKind]] = {}
+    for m in matrices:
+        out.setdefault(m.axis, set()).update(x.kind for x in orthogonalised(m, muon)[1])
+    return out
 
 
 def _product(label: str, m: int, n: int, k: int, elements: int, count: int) -> Kernel:

@@ -239,7 +239,7 @@ class JobOptimizer:
     "muon" is torch.optim.Muon for hidden matrices (each expert's by itself), with momentum, nesterov, ns_steps of
     Newton-Schulz and adjust_lr, and AdamW for all else: embeddings, head, norms, biases; weight_decay of both, by
     default 0.1. Under ZeRO-1 each matrix is whole on one rank. tp_mode: how matrices that tp cuts are orthogonalised:
-    block by block, or whole, by every rank or by all together; predicted, not executed.
+    block by block, or whole, by every rank or by all together.
     """
 
     name: Annotated[str, words("adamw", "sgd", "muon", said="optimizer")] = "adamw"
