@@ -113,7 +113,7 @@ class JobBounds:
         with blaming(job):
             x = self._sized(job)
             name = ("zbv" if x.chunks == 2 else "1f1b") if x.searched else x.name
-            cells = schedule_cells(name, x.job.parallel.pp, x.mbs, x.chunks)
+            cells = schedule_cells(name, x.job.parallel.pp, x.mbs, x.chunks, x.job.schedule.flushes)
             layouts = [self._layout(x, cells, None)]
             even = -(-sum("L" in c.tags for c in x.model.chunks) // len(cells.home))
             if x.job.parallel.layers == "balanced" and x.job.schedule.layout is None and layouts[0].most_layers > even:

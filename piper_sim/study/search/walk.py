@@ -9,7 +9,7 @@ import numpy as np
 from cost_models.jit import jit
 from ir.core.ops import OpToken
 from ir.core.order import FloatArray, IntArray, Order
-from ir.schedules.registry import build
+from ir.schedules.registry import build, flushed
 
 _F, _I, _W, _B = (int(t) for t in OpToken)
 
@@ -38,9 +38,9 @@ class ScheduleCells:
 
 
 @lru_cache(maxsize=512)
-def schedule_cells(name: str, ranks: int, mbs: int, chunks: int) -> ScheduleCells:
-    """Of a schedule whose order depends on no times."""
-    made = build(name, ranks, mbs, chunks)
+def schedule_cells(name: str, ranks: int, mbs: int, chunks: int, flushes: int = 1) -> ScheduleCells:
+    """Of a schedule whose order depends on no times. Raises PiperError (job): mbs are no multiple of flushes."""
+    made = flushed(lambda m: build(name, ranks, m, chunks), mbs, flushes)
     home = np.empty((made.stages, mbs), dtype=np.int64)
     for p in made.placements:
         home[:, p.mbs.start : p.mbs.stop] = np.array(p.rank_of_stage)[:, None]

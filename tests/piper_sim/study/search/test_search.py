@@ -214,3 +214,18 @@ def test_bounds_hold_over_two_towers(name: str, recompute: str) -> None:
         bound, peak = bounds.of(job), p.to_dict()["memory"]["device_peak_bytes"]
         assert bounds.first(job).seconds <= bound.seconds <= p.iteration_s
         assert bound.device_bytes <= max(peak.values())
+
+
+def test_a_job_that_fits_because_its_pipeline_runs_empty_between_is_found() -> None:
+    """Its activations are those of one flush: more would be alive in one pass over all microbatches."""
+    cluster = {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 2, "memory_margin_GiB": 0}
+    base = {"model": {"config": "tiny-llama", "seq_len": 4096}, "cluster": cluster, "parallel": {"pp": 2}}
+    schedule = {"name": "gpipe", "microbatches": 16}
+    runs = {n: predict(load_job({**base, "schedule": schedule | {"flushes": n}})).to_dict() for n in (1, 8)}
+    once, often = (max(runs[n]["memory"]["device_peak_bytes"].values()) for n in (1, 8))
+    free = ["tp", "cp", "pp", "zero", "layers", "microbatch_size", "recompute", "name", "stages_per_rank"]
+    asked = {"flushes": [1, 8], "pin": free, "memory_limit_GiB": often / 2**30}
+    found = search(load_job({**base, "schedule": schedule, "search": asked}))
+    assert once > 1.2 * often and found.proven and found.best is not None
+    assert found.best["changes"] == {"schedule.flushes": 8}
+    assert found.best["iteration_s"] == runs[8]["iteration_s"]
