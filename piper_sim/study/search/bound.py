@@ -75,8 +75,8 @@ class _SizedJob:
 
     @property
     def both_ways(self) -> bool:
-        """Whether a stage may be on two ranks."""
-        return self.name == "dualpipe"
+        """Whether a stage is on two ranks: from each end of the pipeline a microbatch enters."""
+        return self.name == "dualpipe" and self.mbs > self.job.schedule.flushes
 
 
 class JobBounds:
@@ -119,7 +119,9 @@ class JobBounds:
             if x.job.parallel.layers == "balanced" and x.job.schedule.layout is None and layouts[0].most_layers > even:
                 layouts.append(self._layout(x, cells, even))
             found = [self._bound(x, cells, stages) for stages in layouts]
-            return min(found, key=lambda b: (b.excess is not None, b.seconds)) if len(found) > 1 else found[0]
+            might = [b for b in found if b.excess is None] or found  # which of them it is, is known once it is planned
+            seconds, device = min(b.seconds for b in might), min(b.device_bytes for b in might)
+            return JobBound(seconds, device, might[0].excess)
 
     def _sized(self, job: Job) -> _SizedJob:
         job = replace(resolve(job, self.hardware.gpus_per_node), cluster=job.cluster)

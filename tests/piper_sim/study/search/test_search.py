@@ -229,3 +229,29 @@ def test_a_job_that_fits_because_its_pipeline_runs_empty_between_is_found() -> N
     assert once > 1.2 * often and found.proven and found.best is not None
     assert found.best["changes"] == {"schedule.flushes": 8}
     assert found.best["iteration_s"] == runs[8]["iteration_s"]
+
+
+AS_LARGE_AS_ALLOWED = {
+    "balanced layers, of which an even split is larger": {
+        "model": {"config": "piper-1b", "num_hidden_layers": 4, "seq_len": 256},
+        "parallel": {"pp": 2, "zero": 0},
+        "schedule": {"name": "gpipe", "microbatches": 8},
+        "optimizer": {"offload": 0.5},
+    },
+    "dualpipe with a microbatch from one end alone": {
+        "model": {"config": "llama3-8b", "num_hidden_layers": 8, "seq_len": 1024},
+        "parallel": {"pp": 2},
+        "schedule": {"name": "dualpipe", "microbatches": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("what", AS_LARGE_AS_ALLOWED)
+def test_a_job_as_large_as_the_limit_allows_is_found(what: str) -> None:
+    table = AS_LARGE_AS_ALLOWED[what]
+    alone = predict(load_job(table)).to_dict()
+    peak = max(alone["memory"]["device_peak_bytes"].values())
+    free = ["tp", "cp", "pp", "zero", "layers", "microbatch_size", "recompute", "name", "stages_per_rank"]
+    found = search(load_job({**table, "search": {"pin": free, "memory_limit_GiB": peak / 2**30}}))
+    assert found.proven and found.best is not None and found.best["changes"] == {}
+    assert found.best["iteration_s"] == alone["iteration_s"]
