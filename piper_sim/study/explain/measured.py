@@ -158,8 +158,9 @@ class _Step:
         return out
 
     def _lead(self, start: IntArray, end: IntArray, partner: IntArray) -> IntArray:
-        """[op] the member of its meeting that came last: of a collective, of those that came before it ended."""
-        out = np.where((partner >= 0) & (start[partner] > start), partner, np.arange(len(start)))
+        """[op] the member of its meeting that came last, of those that came before it ended: a send may not wait."""
+        later = (partner >= 0) & (start[partner] > start) & (start[partner] <= end)
+        out = np.where(later, partner, np.arange(len(start)))
         groups: dict[str, list[int]] = defaultdict(list)
         for i in np.flatnonzero(self.kind == OpKind.COLLECTIVE).tolist():
             groups[self.keys[i][2]].append(i)
@@ -171,18 +172,19 @@ class _Step:
         return out
 
     def _ended(self, start: IntArray, end: IntArray, step: int) -> IntArray:
-        """[node] what ended last on its rank before it started, in its own step or the one before."""
+        """[node] what ended last on its rank before it started, in its own step or the one before.
+
+        Ops of no length that end together wait for each other in their order, behind what else ends there.
+        """
         n, out = len(self.keys), np.full(len(self.keys), -1)
         for p in range(len(self.ranks)):
             mine = np.flatnonzero(self.program == p)
             nodes = np.concatenate([mine + s * n for s in range(step + 1)])
-            ends = end.ravel()[nodes]
-            order = np.lexsort((-nodes, ends))
-            at = np.searchsorted(ends[order], start[step][mine], side="right") - 1
-            found = nodes[order][np.maximum(at, 0)]
-            own = found == mine + step * n  # an op of no length does not wait for itself
-            found = np.where(own, nodes[order][np.maximum(at - 1, 0)], found)
-            out[mine] = np.where((at < 0) | (own & (at < 1)), -1, found)
+            ends, empty = end.ravel()[nodes], (end <= start).ravel()[nodes]
+            order = np.lexsort((np.where(empty, nodes, -nodes), empty, ends))
+            place = np.argsort(order)[step * len(mine) :]
+            at = np.minimum(np.searchsorted(ends[order], start[step][mine], side="right"), place) - 1
+            out[mine] = np.where(at < 0, -1, nodes[order][np.maximum(at, 0)])
         return out
 
     def _excess(self, own: IntArray) -> OpExcess:

@@ -1,6 +1,7 @@
 """Traces explained: what a run's rows say is what its simulation says; Kineto's kernels become rows."""
 
 import json
+import signal
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -117,6 +118,37 @@ def test_what_is_computed_side_by_side_is_spent_once() -> None:
     found = explain_traces([Trace.of({}, rows)])
     sums(found)
     assert found.iteration_s == 4.5 and found.spent["compute"] == (4.5 + 2.0) / 2
+
+
+C, S, R = "compute", "send>1", "recv<0"
+IN_TURN: dict[str, list[tuple[int, int, str, str, float, float, float]]] = {
+    "ops of no length that end together": [
+        (0, 0, C, "0F0", 0, 0, 1), (0, 0, C, "0F1", 2, 2, 2), (0, 0, C, "0F2", 2, 2, 2), (0, 0, C, "0B0", 4, 4, 5),
+    ],
+    "sends that end before anybody receives": [
+        (0, 0, C, "0F0", 0, 0, 1), (0, 0, S, "0SEND_F0", 1, 1, 2), (0, 0, C, "0F1", 2, 2, 2.125),
+        (0, 0, S, "0SEND_F1", 2.25, 2.25, 2.5), (0, 1, R, "1RECV_F1", 2, 2, 2.5), (0, 1, C, "1F1", 2.5, 2.5, 3),
+        (0, 1, R, "1RECV_F0", 3, 3, 4), (0, 1, C, "1F0", 4, 4, 5), (0, 0, C, "0B0", 5, 5, 6),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_TURN)
+def test_nothing_waits_for_itself_by_way_of_others(what: str) -> None:
+    """Else a wait is traced back round and round: the alarm is for that."""
+
+    def round_and_round(*_: object) -> None:
+        raise AssertionError("no end of it")
+
+    before = signal.signal(signal.SIGALRM, round_and_round)
+    signal.alarm(20)
+    try:
+        found = explain_traces([Trace.of({}, IN_TURN[what])])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    sums(found)
+    assert found.critical_path[-1]["op"] == "0B0"
 
 
 def test_a_step_that_was_cut_short_is_not_the_median() -> None:
