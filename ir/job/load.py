@@ -1,7 +1,7 @@
 """Reading a job: TOML, `--set`, types, ranges, the lists of `[search]`, the nearest key for a typo."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from os import PathLike
@@ -11,6 +11,7 @@ from typing import Any
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import FileErrors, check_plain, read_toml, typed
 from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection, own_keys
+from ir.job.table import toml_value
 from ir.schedules.registry import canonical
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
@@ -178,6 +179,7 @@ KEYS: Mapping[str, str] = {
     "attention": "model",
     "offload": "optimizer",
 }
+_LAYERS = ("balanced", "even")
 _SECTIONS: Mapping[str, type] = {
     "parallel": JobParallel,
     "schedule": JobSchedule,
@@ -194,28 +196,58 @@ def tried(search: JobSearch, form: FileErrors) -> JobSearch:
     """
     found = {key: _values(key, values, form) for key, values in search.overrides.items()}
     for key in search.pin:
-        _check_key(key, f"pinned is {key!r}, which nothing varies", form)
+        if key not in KEYS:
+            near = nearest(key, KEYS)
+            fix = f"pin = {toml_value([near if k == key else k for k in search.pin])}" if near else None
+            raise form.wrong(f"pinned is {key!r}, which nothing varies", None, "search.pin", ", ".join(KEYS), fix)
         if key in found:
             raise form.wrong(f"{key} is listed and pinned", None, "search.pin", "one of the two", f"leave out {key}")
     return replace(search, overrides=found)
 
 
 def _values(key: str, values: object, form: FileErrors) -> tuple[object, ...]:
-    _check_key(key, f"unknown key {key!r}", form, own_keys(JobSearch))
+    if key not in KEYS:
+        known = [*KEYS, *own_keys(JobSearch)]
+        near = nearest(key, known)
+        fix = f"search.{near}" if near else None
+        raise form.wrong(f"unknown key {key!r}", None, f"search.{key}", ", ".join(known), fix)
     if not isinstance(values, list | tuple) or not values:
-        raise form.wrong(f"{values!r} is no list of values to try", None, f"search.{key}", "a list", f"{key} = [1, 2]")
-    cls = _SECTIONS[KEYS[key]]
-    out = [getattr(typed({key: v}, cls, form, None, "search"), key) for v in values]
-    if key == "name":
-        out = [scheduled(str(name), "search.name") for name in out]
+        usual = getattr(_SECTIONS[KEYS[key]], key, None)
+        meant = values if values and _is_value(key, values, form) else 1 if usual is None else usual
+        fix = f"{key} = {toml_value([meant])}"
+        raise form.wrong(f"{values!r} is no list of values to try", None, f"search.{key}", "a list", fix)
+    out = [_value(key, values, i, form) for i in range(len(values))]
     return tuple(v for i, v in enumerate(out) if v not in out[:i])
 
 
-def _check_key(key: str, said: str, form: FileErrors, own: Iterable[str] = ()) -> None:
-    if key not in KEYS:
-        known = [*KEYS, *own]
-        near = nearest(key, known)
-        raise form.wrong(said, None, f"search.{key}", ", ".join(known), f"search.{near}" if near else None)
+def _value(key: str, values: Sequence[object], i: int, form: FileErrors) -> object:
+    """The i-th of a list as its section holds it. A fix of it is the list with it mended."""
+    try:
+        value = getattr(typed({key: values[i]}, _SECTIONS[KEYS[key]], form, None, "search"), key)
+        if key == "name":
+            return scheduled(value, "search.name")
+        if key == "layers" and isinstance(value, str) and value not in _LAYERS:
+            fix = nearest(value, _LAYERS)
+            raise form.wrong(f"unknown layers {value!r}", None, "", f"{', '.join(_LAYERS)}, or counts of layers", fix)
+        if key == "order":
+            _ = JobParallel(order=value).mesh  # refuses what does not name each axis once
+    except PiperError as e:
+        text, fix = (e.suggestion or "").removeprefix(f"search.{key} = "), None
+        if isinstance(values[i], int) and _is_value(key, values, form):  # [4, 4] is one value where [[4, 4]] is meant
+            fix = f"{key} = {toml_value([values])}"
+        elif text and not isinstance(values[i], list | tuple):
+            mended = text if text != e.suggestion else toml_value(text)
+            fix = f"{key} = [{', '.join(mended if k == i else toml_value(v) for k, v in enumerate(values))}]"
+        raise form.wrong(e.message, None, f"search.{key}", e.allowed, fix) from None
+    return value
+
+
+def _is_value(key: str, value: object, form: FileErrors) -> bool:
+    try:
+        typed({key: value}, _SECTIONS[KEYS[key]], form, None, "search")
+    except PiperError:
+        return False
+    return True
 
 
 def scheduled(name: str, key: str) -> str:

@@ -91,6 +91,27 @@ def test_what_cannot_be_searched_is_refused(cli: Any, tiny: str, sets: list[str]
     assert found.code == 2 and found.json["error"]["key"] == key and found.json["error"]["file"] == tiny
 
 
+@pytest.mark.parametrize(
+    ("sets", "fix"),
+    [
+        ('name="zbv"', 'name = ["zbv"]'),
+        ("cp=2", "cp = [2]"),
+        ('merge=["template", "profil"]', 'merge = ["template", "profile"]'),
+        ("zero=[1, 4]", "zero = [1, 3]"),
+        ('name=["1f1b", "dualpip"]', 'name = ["1f1b", "dualpipe"]'),
+        ("layers=[4, 4]", "layers = [[4, 4]]"),
+        ('layers=["blanced", "even"]', 'layers = ["balanced", "even"]'),
+        ('order=["tp cp dp"]', 'order = ["tp cp ep dp pp"]'),
+        ('pin=["stage_per_rank", "microbatch_size"]', 'pin = ["stages_per_rank", "microbatch_size"]'),
+    ],
+)
+def test_what_is_put_in_place_of_a_wrong_list_is_what_was_meant(cli: Any, tiny: str, sets: str, fix: str) -> None:
+    found = cli("search", tiny, f"--set=search.{sets}")
+    assert found.code == 2 and found.json["error"]["suggestion"] == fix
+    assert found.json["error"]["key"] == f"search.{sets.partition('=')[0]}"
+    assert load_job(tiny, [f"search.{fix}"]).search.overrides
+
+
 def test_the_price_of_a_million_tokens(cli: Any, tiny: str) -> None:
     found = cli("search", tiny, "--set=search.objective=cost", "--set=cluster.price=2").json
     per_gpu = found["best"]["tokens_per_s_per_gpu"]
