@@ -12,7 +12,7 @@ from cost_models.software import GENERIC
 from ir.core.work import DType, KernelKind
 from ir.graph.sync import buckets
 from ir.job import Job
-from ir.job.build import PreparedJob
+from ir.job.build import DEFAULT_SCHEDULE, PreparedJob
 from ir.job.schema import JobParallel, JobSlowNodes
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
@@ -263,8 +263,9 @@ def _room(have: int, margin: int) -> str:
 
 
 def job_digest(job: Job, slow: JobSlowNodes | None = None) -> str:
-    """SHA-256 of the job's values, one for one job however it is written: a schedule's alias and its usual number of
-    stages per rank say nothing new, and neither does the file's name. slow: what its slow ranks were found for.
+    """SHA-256 of the job's values, one for one job however it is written: a schedule's alias, its usual number of
+    stages per rank and what a job without schedule or microbatches has say nothing new, and neither does the file's
+    name. slow: what its slow ranks were found for.
 
     >>> from ir.job.load import job_from
     >>> short = job_from({"model": {"config": "x"}, "schedule": {"name": "vpp"}})
@@ -273,10 +274,11 @@ def job_digest(job: Job, slow: JobSlowNodes | None = None) -> str:
     True
     """
     s = job.schedule
-    if s.name is not None:
-        name = canonical(s.name)
+    if not (s.directives or s.builder or s.csv):
+        name = canonical(s.name or DEFAULT_SCHEDULE)
         usual = s.stages_per_rank == default_chunks(name)
-        s = replace(s, name=name, stages_per_rank=None if usual else s.stages_per_rank)
+        mbs = s.microbatches or (2 * job.parallel.pp if s.global_batch is None else None)
+        s = replace(s, name=name, stages_per_rank=None if usual else s.stages_per_rank, microbatches=mbs)
     cluster = replace(job.cluster, slow_nodes=slow or job.cluster.slow_nodes)
     table = asdict(replace(job, schedule=s, cluster=cluster, file=""))
     if s.global_batch is None:  # a resolved job has microbatches

@@ -108,6 +108,16 @@ def test_a_job_has_one_digest_in_every_command(capsys: pytest.CaptureFixture[str
     assert piper_sim.predict(other).to_dict()["job_digest"] != alone
 
 
+def test_what_a_job_leaves_out_does_not_change_its_digest() -> None:
+    short = {"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"pp": 2}}
+    alone = piper_sim.predict(piper_sim.load_job(short)).to_dict()["job_digest"]
+    [row] = piper_sim.compare(piper_sim.load_job(short), ["1f1b"]).rows
+    left_out = piper_sim.compare([piper_sim.load_job(short)] * 2).rows[0]
+    said = piper_sim.load_job({**short, "schedule": {"name": "1f1b", "microbatches": 4, "stages_per_rank": 1}})
+    digests = {row["job_digest"], left_out["job_digest"], piper_sim.predict(said).to_dict()["job_digest"]}
+    assert digests == {alone}
+
+
 def test_what_is_rarely_meant_is_said(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     few = piper_sim.load_job(TABLE, set=["schedule.name=1f1b", "schedule.microbatches=1"])
     assert piper_sim.predict(few).to_dict()["warnings"] == [
