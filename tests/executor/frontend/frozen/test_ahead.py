@@ -40,7 +40,15 @@ def drawn(count: int) -> list[tuple[str, ClassPlan, str, tuple[str, ...]]]:
     return out
 
 
-@pytest.mark.parametrize(("name", "plan", "recompute", "more"), drawn(16), ids=str)
+# Every class, schedule, level of ZeRO and way to divide; the others are slow.
+MORE_OF_THE_SAME = (0, 7, 9, 11, 13)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "recompute", "more"),
+    [pytest.param(*c, marks=pytest.mark.slow) if k in MORE_OF_THE_SAME else c for k, c in enumerate(drawn(16))],
+    ids=str,
+)
 def test_layers_behind_frozen_ones_train_as_by_plain_torch(
     name: str, plan: ClassPlan, recompute: str, more: tuple[str, ...]
 ) -> None:

@@ -29,7 +29,15 @@ def _experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "hub_classes", expert_classes)
 
 
-@pytest.mark.parametrize(("name", "plan", "recompute"), PLANS, ids=str)
+# Every kind of module, level of ZeRO and schedule; the others are slow.
+QUICK = (1, 2, 4, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "recompute"),
+    [case if k in QUICK else pytest.param(*case, marks=pytest.mark.slow) for k, case in enumerate(PLANS)],
+    ids=str,
+)
 def test_frozen_experts_on_several_ranks_train_the_rest_as_by_plain_torch(
     name: str, plan: ClassPlan, recompute: str
 ) -> None:
