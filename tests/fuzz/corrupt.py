@@ -50,7 +50,13 @@ ODD = (b"\0", b"\xff", b"\x1b[31m", b"\xed\xa0\x80", b'"', b"}", b"[" * 3000, b"
 HEADERS = (b"'|O8'", b"'<f8'", b"'<i8'", b"(2, 20)", b"-1", b"9" * 30, b"1e9", b"()", b"None", b"'x' * 9", b"(((")
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "cp500")
 UNITS = ("GBps", "Gbps", "GiB", "GB", "MiB", "us", "ms", "TFLOPs", "s", "bytes")
-BOMB = gzip.compress(b"\0" * 300_000_000, 1)
+
+
+@cache
+def _bomb() -> bytes:
+    return gzip.compress(b"\0" * 300_000_000, 1)
+
+
 PLACES: Mapping[str, Callable[[Path], object]] = {
     "nothing": lambda p: None,
     "a folder": Path.mkdir,
@@ -60,7 +66,7 @@ PLACES: Mapping[str, Callable[[Path], object]] = {
     "a link to itself": lambda p: p.symlink_to(p.name),
     "a link to nothing": lambda p: p.symlink_to("nothing"),
     "a file of this process": lambda p: p.symlink_to("/proc/self/mem"),
-    "a bomb": lambda p: p.write_bytes(BOMB),
+    "a bomb": lambda p: p.write_bytes(_bomb()),
     "a large file": lambda p: (p.touch(), os.truncate(p, 2**28)),
 }
 READ: Mapping[str, Callable[[str], Any]] = {"json": json.loads, "toml": tomllib.loads}
