@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -105,9 +106,9 @@ def trace_files(trace: Trace, title: str, marks: TraceMarks | None = None) -> di
 
 
 def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:
-    """Before the work, not after it: refuse a folder that holds one of the files already.
+    """Before the work, not after it: refuse a folder that holds one of the files already, or cannot be written to.
 
-    Raises PiperError (usage, io): files that would be overwritten, a folder that is none.
+    Raises PiperError (usage, io): files that would be overwritten, a folder that is none, or lies where nothing can be.
     """
     if out is None:
         return
@@ -118,6 +119,12 @@ def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:
             if (path := Path(out) / name).exists():
                 fix = "--force replaces it; or choose another --out"
                 raise PiperError(ErrorKind.IO, "exists already", file=str(path), key="--out", suggestion=fix)
+    with _writing(out):
+        folder = Path(out).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def write(out: str | None, files: Mapping[str, bytes | str], force: bool) -> list[Path]:
@@ -127,13 +134,17 @@ def write(out: str | None, files: Mapping[str, bytes | str], force: bool) -> lis
     """
     if out is None:
         return []
-    try:
+    with _writing(out):
         return write_outputs(out, files, force)
+
+
+@contextmanager
+def _writing(out: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as e:  # a path that cannot even be asked about: too long, forbidden, a NUL in it
-        why = getattr(e, "strerror", None) or e
-        raise PiperError(
-            ErrorKind.IO, f"cannot be written: {why}", file=out, suggestion="choose another --out"
-        ) from None
+        why, fix = getattr(e, "strerror", None) or e, "choose another --out"
+        raise PiperError(ErrorKind.IO, f"cannot be written: {why}", file=out, suggestion=fix) from None
 
 
 def dumps(value: object) -> str:

@@ -64,8 +64,15 @@ def test_a_folder_in_use_is_refused_before_the_work(
 ) -> None:
     (here / "r").mkdir()
     (here / "r/plan.txt").write_text("keep")
+    (here / "file").write_text("")
     monkeypatch.setattr("piper_sim.app.commands.simulate.predict", lambda job: pytest.fail("it went to work"))
+    monkeypatch.setattr("piper_sim.app.search.search", lambda *a, **k: pytest.fail("it went to work"))
     assert cli("simulate", job(), "--out", "r").code == 2
+    for name in ("simulate", "search"):
+        for out in ("file", "file/below", "/proc/nothing", "x" * 300):  # nothing could be written there at the end
+            found = cli(name, job(), "--out", out)
+            assert (found.code, found.error["kind"]) == (2, "io") and "cannot be written" in found.error["message"]
+    assert sorted(p.name for p in here.rglob("*")) == ["file", "plan.txt", "r"]
 
 
 def test_one_file_of_that_name_is_enough_to_refuse_all(cli: Any, job: Any, here: Path) -> None:
