@@ -101,7 +101,7 @@ def capture(
     cut = {"tp": tp, "cut": model.dims, "partly": model.partly} if tp > 1 else {}
     cut |= {"sequence_parallel": True} if region.sequence else {}
     shared = {"cp": cp, "cp_heads": region.heads} if cp > 1 else {}
-    return {**found, **cut, **shared, **({"ep": ep} if ep > 1 else {})}
+    return {**found, "tables": model.tables, **cut, **shared, **({"ep": ep} if ep > 1 else {})}
 
 
 def _built_without_values(call: Callable[[Callable[[], object]], object], build: Any) -> object:

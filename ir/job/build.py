@@ -26,6 +26,7 @@ from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
 from ir.schedules.registry import build, default_chunks, flushed, legal_chunks
 from ir.schedules.schedule import OpTimes, Schedule, ordering, placing
+from ir.workload.captured import CapturedModel
 from ir.workload.config.spec import ModelConfig
 from ir.workload.layout import laid_out, layout_of, parse_layout
 from ir.workload.part import Chunk, ModelWork
@@ -158,7 +159,7 @@ def prepare(
             stages = partition(chunks, made.stages, p.layers, weigh, ranks, most_layers)
         again = replace(recomputed_layers(job, stages), early=style.stops_early)
         base = GRAPHS.graph(stages, source, again)
-        base = replace(base, mesh=mesh, prefetch=p.ahead, muon=_muon(job, config))
+        base = replace(base, mesh=mesh, prefetch=p.ahead, muon=_muon(job, model.captured))
         if isinstance(made, DirectiveFile):
             strategy, name = made.directives, "directives"
         else:
@@ -225,7 +226,7 @@ def precision_of(job: Job) -> ModelPrecision:
     return replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
 
 
-def _muon(job: Job, config: ModelConfig) -> MuonOptimizer | None:
+def _muon(job: Job, captured: CapturedModel | None) -> MuonOptimizer | None:
     """How matrices are updated, where not as all else. Raises PiperError (job): what Muon is not said for."""
     o, zero = job.optimizer, job.parallel.zero
     if o.name != "muon":
@@ -235,9 +236,12 @@ def _muon(job: Job, config: ModelConfig) -> MuonOptimizer | None:
         raise job_error("parallel.zero", message, "zero = 1", "0, 1")
     if o.offload:
         raise job_error("optimizer.offload", "Muon's matrices are updated on the device", "offload = 0", "0")
-    if config.model_type == "captured":
-        message = "which of a captured module's matrices are embeddings is not known"
-        raise job_error("optimizer.name", message, 'name = "adamw"', "adamw, sgd")
+    if captured is not None and captured.found.tables is None:
+        message = f"{job.model.graph} does not say which matrices are embeddings: it is of a version before"
+        raise job_error("optimizer.name", message, "capture it again", "adamw, sgd")
+    if captured is not None and not {"embed", "head"} <= {c.name for c in captured.chunks}:
+        message = "what is ahead of the first layer, or behind the last, is AdamW's, and is not told apart from it"
+        raise job_error("optimizer.name", message, "tags of the layers alone: PP = model.layers.*", "adamw, sgd")
     return MuonOptimizer(o.ns_steps, o.tp_mode)
 
 

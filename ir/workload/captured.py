@@ -12,7 +12,7 @@ from pathlib import Path
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.core.work import Kernel, KernelKind, Message, MessageKind, Work
-from ir.workload.captured_file import CapturedLayerPart, CapturedModelFile, read_captured
+from ir.workload.captured_file import CapturedChunk, CapturedLayerPart, CapturedModelFile, read_captured
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 from ir.workload.params import local_numel
 from ir.workload.part import (
@@ -55,7 +55,7 @@ class CapturedModel:
             if c.experts is not None:
                 tags |= {"MOE": moe}
                 moe += 1
-            out.append(Chunk(c.name, tuple(self._part(p, first=not k) for p in c.every), tags))
+            out.append(Chunk(c.name, tuple(self._part(p, c, first=not k) for p in c.every), tags))
         return tuple(out)
 
     @cached_property
@@ -63,22 +63,27 @@ class CapturedModel:
         """Its chunks that have no backward."""
         return before_training(self.chunks)
 
-    def _part(self, piece: CapturedLayerPart, *, first: bool) -> Part:
+    def _part(self, piece: CapturedLayerPart, chunk: CapturedChunk, *, first: bool) -> Part:
         """first: it has no other's output to read."""
         outer = () if first else ("",)
         inputs = {"experts": ("router",), "add": ("experts", "router")}.get(piece.name, outer)
         keep = self.found.parts[piece.part].reads_input_again
         keeps = (KeptBuffer("", Pass(keep)),) if keep and inputs == ("",) else ()
-        params = tuple(self._param(name, shape, piece.name == "experts") for name, shape in piece.parameters)
-        frozen = tuple(self._param(name, shape, piece.name == "experts") for name, shape in piece.frozen)
+        expert = piece.name == "experts"
+        params, frozen = (
+            tuple(self._param(name, shape, expert, table=not chunk.is_layer) for name, shape in some)
+            for some in (piece.parameters, piece.frozen)
+        )
         return Part(piece.name, inputs, keeps, params, frozen=frozen)
 
-    def _param(self, name: str, shape: tuple[int, ...], expert: bool) -> Param:
+    def _param(self, name: str, shape: tuple[int, ...], expert: bool, *, table: bool) -> Param:
+        """table: no hidden matrix, as all of what comes ahead of the layers and behind them."""
         if expert:
             return Param(name, shape, ("ep",), expert=True, dims=(0,))
+        table = table or name in (self.found.tables or ())
         if name in self.found.cut:
-            return Param(name, shape, ("tp",), dims=(self.found.cut[name],))
-        return Param(name, shape, by_heads=name in self.found.partly)
+            return Param(name, shape, ("tp",), dims=(self.found.cut[name],), table=table)
+        return Param(name, shape, by_heads=name in self.found.partly, table=table)
 
     @cached_property
     def config(self) -> ModelConfig:

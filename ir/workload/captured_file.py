@@ -146,7 +146,7 @@ class CapturedModelFile(Struct, frozen=True):
     """The whole file. hidden: features per token at every seam. tp: the ranks that it was divided over, ep: that
     its experts were; cut: along which dim by tp, by name of the parameter; partly: parameters of whose gradient each of
     these ranks has a part; sequence_parallel: that share tokens, too, between what is cut. cp: the ranks that share the
-    tokens of each sequence; cp_heads: and attention's heads.
+    tokens of each sequence; cp_heads: and attention's heads. tables: parameters whose rows are looked up (embeddings).
     """
 
     format: Annotated[str, words(FORMAT, said="format")]
@@ -167,6 +167,7 @@ class CapturedModelFile(Struct, frozen=True):
     cp_heads: bool = False
     sequence_parallel: bool = False
     compiled: bool = False
+    tables: tuple[str, ...] | None = None
 
     @property
     def boundary_bytes(self) -> int:

@@ -95,6 +95,8 @@ class UserModel:
         params = dict(self.module.named_parameters())
         self.shapes = {n: tuple(p.shape) for n, p in params.items() if p.requires_grad}
         frozen = {n: tuple(p.shape) for n, p in params.items() if not p.requires_grad}
+        rows = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        self.tables = tuple(n for n, p in params.items() if id(p) in rows)
         self._hooked = tuple(n for n, p in self.module.named_parameters() if p._backward_hooks)
         self.live = not tags  # its code runs as it stands, and may make tensors without saying where
         shard = shard or ModelShard()

@@ -96,8 +96,20 @@ def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     return found, grads, params
 
 
+def optimizers(model: nn.Module, muon: bool) -> list[torch.optim.Optimizer]:
+    """torch's own. muon: of the layers' matrices, but for those whose rows are looked up; AdamW of all else."""
+    rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    hidden: list[nn.Parameter] = []
+    other: list[nn.Parameter] = []
+    for n, p in model.named_parameters():
+        layers = any(f".{x}." in n for x in ("layers", "h", "block"))
+        (hidden if muon and layers and p.dim() == 2 and id(p) not in rows else other).append(p)
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(other, lr=0.01, weight_decay=0.1, foreach=False)]
+    return [*found, torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1)] if hidden else found
+
+
 @lru_cache
-def _alone(name: str, spoilt: bool = False) -> tuple[list[float], list[float], Arrays, Arrays]:
+def _alone(name: str, spoilt: bool = False, muon: bool = False) -> tuple[list[float], list[float], Arrays, Arrays]:
     """Plain torch: the class's own forward and loss, torch's clipping and AdamW; none of ours but the data."""
     torch.set_num_threads(1)
     data = MicrobatchLoader("synthetic", vocab=hub_classes.VOCAB, length=LENGTH, microbatches=MBS, size=SIZE)
@@ -106,11 +118,10 @@ def _alone(name: str, spoilt: bool = False) -> tuple[list[float], list[float], A
         model: Any = getattr(hub_classes, name)().to(torch.float64)
     if spoilt:
         _untie(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
-    losses, norms = [], []
+    made, losses, norms = optimizers(model, muon), [], []
     grads: dict[str, np.ndarray] = {}
     for step in range(STEPS):
-        optimizer.zero_grad()
+        model.zero_grad()
         total = 0.0
         for mb in range(MBS):
             batch = data.batch(step, 0, mb)
@@ -126,7 +137,8 @@ def _alone(name: str, spoilt: bool = False) -> tuple[list[float], list[float], A
         grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.requires_grad}
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
+        for optimizer in made:
+            optimizer.step()
     trained = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
     return losses, norms, grads, trained
 
@@ -139,7 +151,7 @@ def _untie(model: Any) -> None:
 def far(name: str, *sets: str, spoilt: bool = False) -> float:
     """How far a run is from plain torch; NaN where a number is. spoilt: from a class whose tied weight is two."""
     found, grads, params = run_class(name, *sets)
-    losses, norms, their_grads, their_params = _alone(name, spoilt)
+    losses, norms, their_grads, their_params = _alone(name, spoilt, "optimizer.name=muon" in sets)
     if spoilt:
         their_grads, their_params = ({k: x[k] for k in grads} for x in (their_grads, their_params))
     numbers, wanted = np.array([*found["losses"], *found["grad_norms"]]), np.array([*losses, *norms])
