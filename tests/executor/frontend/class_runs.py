@@ -34,6 +34,7 @@ from tests.executor.runs import Arrays, distance, merged
 from tests.executor.threads import together
 
 LENGTH, SIZE, MBS, STEPS = 8, 1, 4, 3
+MUON = "optimizer.name=muon"
 ClassPlan = tuple[int, int, int, str]  # pp, dp, zero, schedule
 PLANS = [
     *((pp, 1, 0, s) for pp, s in ((2, "1f1b"), (3, "zb1p"), (2, "dualpipe"), (2, "gpipe"))),
@@ -96,20 +97,30 @@ def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     return found, grads, params
 
 
-def optimizers(model: nn.Module, muon: bool) -> list[torch.optim.Optimizer]:
-    """torch's own. muon: of the layers' matrices, but for those whose rows are looked up; AdamW of all else."""
+Leaf = tuple[nn.Parameter, nn.Parameter, int]  # a matrix of a stack, which shares its memory; the stack; which one
+
+
+def optimizers(model: nn.Module, muon: str) -> tuple[list[torch.optim.Optimizer], list[Leaf]]:
+    """torch's own. muon: of the layers' matrices, but for those whose rows are looked up, and AdamW of all else; of
+    each of a stack of experts where it says "experts"; AdamW alone where it says nothing."""
     rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     hidden: list[nn.Parameter] = []
     other: list[nn.Parameter] = []
+    leaves: list[Leaf] = []
     for n, p in model.named_parameters():
-        layers = any(f".{x}." in n for x in ("layers", "h", "block"))
-        (hidden if muon and layers and p.dim() == 2 and id(p) not in rows else other).append(p)
+        if not muon or not any(f".{x}." in n for x in ("layers", "h", "block")) or id(p) in rows:
+            other.append(p)
+        elif p.dim() == 3 and muon == "experts":
+            leaves += [(nn.Parameter(x), p, i) for i, x in enumerate(p.detach())]
+        else:
+            (hidden if p.dim() == 2 else other).append(p)
+    hidden += [leaf for leaf, _, _ in leaves]
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(other, lr=0.01, weight_decay=0.1, foreach=False)]
-    return [*found, torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1)] if hidden else found
+    return [*found, *([torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1)] if hidden else [])], leaves
 
 
 @lru_cache
-def _alone(name: str, spoilt: bool = False, muon: bool = False) -> tuple[list[float], list[float], Arrays, Arrays]:
+def _alone(name: str, spoilt: bool = False, muon: str = "") -> tuple[list[float], list[float], Arrays, Arrays]:
     """Plain torch: the class's own forward and loss, torch's clipping and AdamW; none of ours but the data."""
     torch.set_num_threads(1)
     data = MicrobatchLoader("synthetic", vocab=hub_classes.VOCAB, length=LENGTH, microbatches=MBS, size=SIZE)
@@ -118,7 +129,7 @@ def _alone(name: str, spoilt: bool = False, muon: bool = False) -> tuple[list[fl
         model: Any = getattr(hub_classes, name)().to(torch.float64)
     if spoilt:
         _untie(model)
-    made, losses, norms = optimizers(model, muon), [], []
+    (made, leaves), losses, norms = optimizers(model, muon), [], []
     grads: dict[str, np.ndarray] = {}
     for step in range(STEPS):
         model.zero_grad()
@@ -137,6 +148,9 @@ def _alone(name: str, spoilt: bool = False, muon: bool = False) -> tuple[list[fl
         grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.requires_grad}
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        for leaf, whole, k in leaves:
+            assert whole.grad is not None
+            leaf.grad = whole.grad[k]
         for optimizer in made:
             optimizer.step()
     trained = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
@@ -151,7 +165,8 @@ def _untie(model: Any) -> None:
 def far(name: str, *sets: str, spoilt: bool = False) -> float:
     """How far a run is from plain torch; NaN where a number is. spoilt: from a class whose tied weight is two."""
     found, grads, params = run_class(name, *sets)
-    losses, norms, their_grads, their_params = _alone(name, spoilt, "optimizer.name=muon" in sets)
+    muon = ("matrices", "experts")[any(s.startswith("parallel.ep=") for s in sets)] if MUON in sets else ""
+    losses, norms, their_grads, their_params = _alone(name, spoilt, muon)
     if spoilt:
         their_grads, their_params = ({k: x[k] for k in grads} for x in (their_grads, their_params))
     numbers, wanted = np.array([*found["losses"], *found["grad_norms"]]), np.array([*losses, *norms])

@@ -8,9 +8,8 @@ import pytest
 from ir.core.errors import PiperError
 from ir.job import load_job
 from ir.job.build import prepare
-from tests.executor.frontend.class_runs import ClassPlan, _graph, far, sets_of
+from tests.executor.frontend.class_runs import MUON, ClassPlan, _graph, far, sets_of
 
-MUON = "optimizer.name=muon"
 CASES: list[tuple[str, ClassPlan, tuple[str, ...]]] = [
     ("llama", (2, 1, 0, "1f1b"), ()),
     ("llama", (1, 2, 1, "1f1b"), ("optimizer.tp_mode=duplicated", "parallel.tp=2")),
@@ -18,6 +17,8 @@ CASES: list[tuple[str, ClassPlan, tuple[str, ...]]] = [
     ("gpt2", (2, 2, 1, "1f1b"), ()),
     ("gemma3", (2, 1, 0, "zb1p"), ()),
     ("Both", (2, 1, 0, "1f1b"), ()),
+    ("mixtral", (2, 1, 0, "1f1b"), ()),  # its stacks are AdamW's, unless they are tagged as experts
+    ("qwen3_moe", (1, 2, 1, "1f1b"), ("parallel.ep=2",)),
 ]
 
 
