@@ -40,7 +40,7 @@ class OffloadedOptimizer:
         host: Mapping[str, int],
         device: Device,
     ) -> None:
-        self.place = device
+        self.device = device
         self.begins = {n: params[n].numel() - count for n, count in host.items() if count}  # of the host's share
         given, runs = {n: p.detach() for n, p in params.items()}, dict(runs or {})
         own = {n: p for n, p in self._device(given).items() if p.numel() or n not in self.begins}
@@ -49,49 +49,44 @@ class OffloadedOptimizer:
         for n, k in self.begins.items():
             whole = runs.get(n, ((slice(None), decay_of(config, n)),))
             runs[n], late[n] = _within(whole, 0, k), _within(whole, k, given[n].numel())
-        self.device = Optimizer(config, own, dtype, runs, matrices)
+        self.own = Optimizer(config, own, dtype, runs, matrices)
         self.host = dict[str, Optimizer]()
         with on_host(), unfollowed():
             for n, share in self.shares.items():
                 wide = share.to("cpu", torch.promote_types(share.dtype, dtype), copy=True)
                 self.host[n] = Optimizer(config, {n: wide}, dtype, {n: late[n]})
 
-    @property
-    def steps(self) -> int:
-        """Updates made so far."""
-        return self.device.steps
-
     def resume(self, steps: int) -> None:
         """Go on as behind so many updates."""
-        for optimizer in (self.device, *self.host.values()):
+        for optimizer in (self.own, *self.host.values()):
             optimizer.steps = steps
 
     def ends(self, steps: int) -> None:
         """Tell behind how many steps the run ends."""
-        for optimizer in (self.device, *self.host.values()):
+        for optimizer in (self.own, *self.host.values()):
             optimizer.ends = steps
 
     def kept(self, name: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """What the next update starts from, as `Optimizer.kept`: of the device's share and the host's, each with its
         first element in the tensor."""
-        if name in self.device.params:
-            yield 0, self.device.kept(name)
+        if name in self.own.params:
+            yield 0, self.own.kept(name)
         if name in self.begins:
             yield self.begins[name], self.host[name].kept(name)
 
     def tensors(self) -> list[Tensor]:
         """Moments and master weights that the device has."""
-        state = [t for slots in self.device.state.values() for t in slots.values()]
-        return [*state, *self.device.masters.values()]
+        state = [t for slots in self.own.state.values() for t in slots.values()]
+        return [*state, *self.own.masters.values()]
 
     def step(self, grads: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> None:
         """Update all parameters with grads · scale."""
         known = [scale] if isinstance(scale, Tensor) else []
-        down = {n: self.place.fetch([grads[n].view(-1)[k:], *known]) for n, k in self.begins.items()}
-        self.device.step(self._device(grads), scale)
+        down = {n: self.device.fetch([grads[n].view(-1)[k:], *known]) for n, k in self.begins.items()}
+        self.own.step(self._device(grads), scale)
         for name, copy in down.items():
             grad, *told = copy.read()
-            with on_host(), unfollowed(), _threads(self.place.host_threads):
+            with on_host(), unfollowed(), _threads(self.device.host_threads):
                 self.host[name].step({name: grad}, told[0] if told else scale)
                 share, wide = self.shares[name], self.host[name].params[name]
                 weight = wide.to(share.dtype)

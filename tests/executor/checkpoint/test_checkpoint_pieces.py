@@ -121,7 +121,7 @@ def test_any_plan_finds_what_any_other_has_saved(family: list[tuple[str, ...]], 
         with pytest.raises(AssertionError):
             other.check(values)
         other.load(checkpoint)
-        assert other.check(values) > 0 and {s.optimizer.steps for s in other.syncs} == {7}
+        assert other.check(values) > 0 and {s.optimizer.own.steps for s in other.syncs} == {7}
 
 
 def test_a_loop_that_saves_twice_behind_one_step_has_one_checkpoint(tmp_path: Path) -> None:

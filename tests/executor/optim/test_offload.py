@@ -16,7 +16,7 @@ from ir.job.schema import JobOptimizer
 from ir.plan.places import RankPlacement
 from piper_sim import load_job
 from piper_sim.study.predict import predict
-from tests.executor.runs import Ran, distance, job_file, judged, run
+from tests.executor.runs import Ran, distance, job_file, judged, merged, run
 
 PLANS = {
     "alone": (),
@@ -44,10 +44,10 @@ ROUNDING = 1e-13
 
 
 def off(a: Ran, b: Ran) -> float:
-    """How far two runs are apart: losses, norms, gradients and parameters of all ranks."""
+    """How far two runs are apart: losses, norms, gradients and parameters; NaN where something is missing."""
     told = [np.array([*r.object["losses"], *r.object["grad_norms"]]) for r in (a, b)]
-    pairs = zip((*a.grads, *a.params), (*b.grads, *b.params), strict=True)
-    return max(float(np.abs(told[0] / told[1] - 1).max()), *(distance(x, y) for x, y in pairs))
+    pairs = (merged(a.grads), merged(b.grads)), (merged(a.params), merged(b.params))
+    return float(np.max([np.abs(told[0] / told[1] - 1).max(), *(distance(x, y) for x, y in pairs)]))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -58,6 +58,11 @@ def test_whoever_updates_the_numbers_are_the_same(plan: str) -> None:
         both = ((), (f"optimizer.offload={share}",))
         usual, offloaded = (run(*PLANS[plan], *sets, *more, steps=3, backend="local") for more in both)
         assert off(usual, offloaded) <= (0.0 if share == 1.0 else ROUNDING), (sets, share)
+
+
+def test_another_update_of_the_host_s_is_seen() -> None:
+    usual, other = (run(*PLANS["zero1 pp2"], *x, backend="local") for x in ((), ("optimizer.offload=1", RULES[1][1])))
+    assert off(usual, other) > 1e-6
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
