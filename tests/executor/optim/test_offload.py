@@ -52,12 +52,12 @@ def off(a: Ran, b: Ran) -> float:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_whoever_updates_the_numbers_are_the_same(plan: str) -> None:
-    """All of it to the bit. A share ends where no kernel's vector does, so that a sum there may round otherwise."""
+    """To the bit, wherever a share ends."""
     draw = random.Random(plan)
-    for sets, share in ((draw.choice(NARROW), 1.0), *((draw.choice(RULES), draw.choice(SHARES)) for _ in range(2))):
-        both = ((), (f"optimizer.offload={share}",))
-        usual, offloaded = (run(*PLANS[plan], *sets, *more, steps=3, backend="local") for more in both)
-        assert off(usual, offloaded) <= (0.0 if share == 1.0 else ROUNDING), (sets, share)
+    for sets in (draw.choice(NARROW), draw.choice(RULES)):
+        usual = run(*PLANS[plan], *sets, steps=3, backend="local")
+        for share in (1.0, draw.choice(SHARES)):
+            assert off(usual, run(*PLANS[plan], *sets, f"optimizer.offload={share}", steps=3, backend="local")) == 0
 
 
 def test_another_update_of_the_host_s_is_seen() -> None:
@@ -110,13 +110,10 @@ def test_checkpoints_do_not_tell_who_updates(tmp_path: Path) -> None:
         sets = *PLANS["zero2"], "precision.compute=bf16", f"optimizer.offload={share}"
         return Path(run(*sets, steps=steps, saving=saving, backend="local").object["saved"])
 
-    whole, part = saved("whole", 0, 3), saved("part", 0.37, 3)
-    for name, share, want, others in (("all", 1.0, whole, (0.0, 1.0)), ("again", 0.37, part, (0.37,))):
-        begun = saved(name, share, 2)
-        assert read_manifest(begun).files == read_manifest(want.parent / begun.name).files
-        for other in others:
-            end = saved(f"{name} {other}", other, 3, resume=begun)
-            assert read_manifest(end).files == read_manifest(want).files
+    whole, begun = saved("whole", 0, 3), saved("begun", 0.37, 2)
+    assert read_manifest(begun).files == read_manifest(whole.parent / begun.name).files
+    for share in (0.0, 0.37, 1.0):
+        assert read_manifest(saved(f"under {share}", share, 3, resume=begun)).files == read_manifest(whole).files
 
 
 def test_host_and_device_do_not_race() -> None:
