@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from executor.device import clock
 from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import TORCH, TRACING, BuiltChunks, example_extra
+from executor.parallel.inline import RankAxis, RankRegion
+from executor.parallel.traced import among, numbered
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, precision_of
 
@@ -33,6 +35,7 @@ class CompiledPart:
     weights: Mapping[str, Tensor]
     buffers: tuple[Tensor, ...]
     scales: tuple[bool, ...]
+    axes: Mapping[str, RankAxis] = field(default_factory=dict)  # whom its code meets
 
     def begin(self, sink: Sink) -> CompiledPass:
         return CompiledPass(self, sink)
@@ -93,7 +96,7 @@ class CompiledPass:
         if (code := self.part.code.get(pass_)) is None:
             return ()
         weights = {f"in{k}": w.detach() for k, w in enumerate(self.part.weights.values())}
-        with torch.no_grad():
+        with torch.no_grad(), among(self.part.axes):
             return code(*(weights[n] if n in weights else self.held[n] for n in self.part.plan.reads[pass_]))
 
 
@@ -106,10 +109,12 @@ def _hooked(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 class PartCompiler:
-    """Compiles units of one rank; equal graphs once. note: is told before each, which may take a minute."""
+    """Compiles units of one rank; equal graphs once. note: is told before each, which may take a minute. axes: to the
+    ranks that its units meet.
+    """
 
-    def __init__(self, note: Note) -> None:
-        self.note = note
+    def __init__(self, note: Note, axes: Mapping[str, RankAxis] | None = None) -> None:
+        self.note, self.axes = note, axes or {}
         self.made: dict[str, Mapping[str, Kernel]] = {}
 
     @property
@@ -137,11 +142,12 @@ class PartCompiler:
                 fix = "run.compile = false"
                 raise PiperError(ErrorKind.MODEL, message, key="run.compile", suggestion=fix) from error
         scales = tuple(not isinstance(e, Tensor) for e in extras)
-        part = CompiledPart(plan, self.made[key], weights, tuple(_constants(unit, weights).values()), scales)
+        alone = {name: axis.alone() for name, axis in self.axes.items()}
+        part = CompiledPart(plan, self.made[key], weights, tuple(_constants(unit, weights).values()), scales, alone)
         trial = part.begin(lambda name, grad: None)  # what its code does when it is first called
         trial.input_grad(*(torch.zeros_like(out) for out in trial.forward(unit, *acts, extras=extras)))
         trial.weight_grad()
-        return part
+        return replace(part, axes=self.axes)
 
     def _compiled(self, what: str, graph: torch.fx.GraphModule) -> Kernel:
         from torch._inductor import standalone_compile
@@ -192,7 +198,7 @@ def _traced(
         )  # AOT takes no views
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with torch.enable_grad():
+    with torch.enable_grad(), numbered():
         inputs = [a.detach().requires_grad_(a.is_floating_point()) for a in acts]
         fakes = [mode.from_tensor(g) for g in (*weights.values(), *inputs, *free, *constants.values())]
         try:
@@ -218,7 +224,12 @@ class CompiledParts:
 
 
 def compile_parts(
-    prepared: PreparedJob, built: BuiltChunks, units: Iterable[str], device: torch.device, note: Note | None
+    prepared: PreparedJob,
+    built: BuiltChunks,
+    units: Iterable[str],
+    device: torch.device,
+    region: RankRegion,
+    note: Note | None,
 ) -> CompiledParts:
     """Compile those units of a rank that can be; before its parameters become views of flat buckets. note: told before
     each graph.
@@ -226,8 +237,10 @@ def compile_parts(
     job, began = prepared.job, clock.now()
     batch = job.schedule.microbatch_size, job.model.seq_len
     ids = torch.zeros(batch, dtype=torch.int64, device=device)
-    act = torch.zeros(*batch, prepared.config.hidden, dtype=TORCH[precision_of(job).compute], device=device)
-    names, made = {id(p): n for n, p in built.params.items()}, PartCompiler(note or (lambda text: None))
+    shape = batch[0], batch[1] // region.divides, prepared.config.hidden
+    act = torch.zeros(*shape, dtype=TORCH[precision_of(job).compute], device=device)
+    names = {id(p): n for n, p in built.params.items()}
+    made = PartCompiler(note or (lambda text: None), region.axes)
     parts, first = {}, prepared.base.entries[0].name
     for name in units:
         if name.rpartition(".")[2] in EAGER:

@@ -49,9 +49,6 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
     check_divided(prepared.plan().graph)
     _refuse_patterns(prepared)
     if job.run.compile:
-        for axis in ("tp", "cp", "etp"):  # ranks that meet inside of an op do so from Python
-            if (size := prepared.mesh.sizes[axis]) > 1:
-                raise _not_yet(f"{axis} = {size} inside of compiled code", f"parallel.{axis}", "1")
         _check_compiler()
     _refuse_recompute(prepared)
     _refuse_repeated(prepared)

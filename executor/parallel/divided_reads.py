@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def divided_values(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Di
         found = [i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
         if divided and not found:
             return ShardMismatch(node, ALONG_IT)
-        if found and not divided and node.op != "get_attr" and node.target not in FILLED:
+        if found and not divided and node.op == "call_function" and node.target not in FILLED:
             return ShardMismatch(node, COUNTED)
         if len(here) != len(there) or len(found) > 1:
             return ShardMismatch(node, CUT)
@@ -135,10 +136,11 @@ def divided_values(graph: fx.Graph, whole: Places, apart: Collection[str]) -> Di
 def _placed(graph: fx.Graph, apart: Collection[str]) -> Iterator[tuple[fx.Node, tuple[str, str]]]:
     """Nodes that hold or make a value, each with the module that it is called in, and its name or op."""
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op in ("get_attr", "placeholder"):
             yield node, ("", str(node.target))
         elif node.op == "call_function" and (path := module_of(node)) not in apart:
-            yield node, (path, str(node.target))
+            function = isinstance(node.target, FunctionType)  # whose words say where in memory it lies
+            yield node, (path, node.target.__name__ if function else str(node.target))
 
 
 def module_of(node: fx.Node) -> str:

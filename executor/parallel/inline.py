@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device import clock
 from executor.device.progress import RankProgress
+from executor.parallel.traced import traceable
 from executor.transport.base import Transport, TransportHandle
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import Message, MessageKind
@@ -57,14 +58,21 @@ class RankAxis:
     def group(self) -> str:
         return group_name(self.axis, self.members)
 
+    def alone(self) -> RankAxis:
+        """The same without the others: nothing moves."""
+        return RankAxis(self.size, self.index, self.axis)
+
+    @traceable
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce, in place."""
         return self._reduce(x, largest=False)
 
+    @traceable
     def largest(self, x: Tensor) -> Tensor:
         """The same, of the largest values."""
         return self._reduce(x, largest=True)
 
+    @traceable
     def gather(self, x: Tensor) -> Tensor:
         """Everyone's x: (…) → (size, …)."""
         x = x.contiguous()
@@ -74,6 +82,7 @@ class RankAxis:
         self._meet(MessageKind.ALL_GATHER, into, x, lambda: t.all_gather(self.group, into.view(-1), x.view(-1)))
         return into
 
+    @traceable
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter: everyone's x added up, of which the index-th row stays here: (size, …) → (…)."""
         x = x.contiguous()
@@ -84,6 +93,7 @@ class RankAxis:
         self._meet(MessageKind.REDUCE_SCATTER, x, into, lambda: t.reduce_scatter(self.group, into.view(-1), flat))
         return into
 
+    @traceable
     def exchange(self, x: Tensor) -> Tensor:
         """All-to-all: row i goes to the i-th rank, whose row for this one comes instead: (size, …) → (size, …)."""
         x = x.contiguous()
@@ -167,6 +177,10 @@ class RankRegion:
     def divides(self) -> int:
         """Among how many ranks the tokens of a sequence are shared out, between regions."""
         return self.cp.size * (self.tp.size if self.sequence else 1)
+
+    @property
+    def axes(self) -> dict[str, RankAxis]:
+        return dict(zip(AXES, (self.tp, self.cp, self.etp), strict=True))
 
     def inner(self, t: Tensor) -> Tensor:
         """What this rank's regions see of the last dim, the tokens of whole sequences."""

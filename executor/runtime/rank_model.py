@@ -90,7 +90,7 @@ class RankModel:
         default = device.torch if isinstance(model, UserModel) and model.live else HostDevice.torch
         make_default(default)
         units = [e.name for e in entries if e.stage in mine and job.run.compile and compiling is not None]
-        compiled = compile_parts(prepared, built, units, device.torch, compiling)
+        compiled = compile_parts(prepared, built, units, device.torch, region, compiling)
         params = dict[str, torch.Tensor](built.params)
         grads, again, stages = ParamGradients(params, TORCH[precision.grads]), recomputed(prepared), dict[int, Stage]()
         for s in mine:

@@ -3,17 +3,23 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from executor.autograd.compiled import PartCompiler
-from executor.autograd.inductor import options
+from executor.autograd.inductor import options, passes
 from executor.autograd.split import SplitPass
 from executor.launch.refusals import refuse
+from executor.modules.parallel import across, columns
+from executor.parallel import traced
+from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError
 from ir.job import load_job
 from ir.job.build import prepare
@@ -111,20 +117,29 @@ def _graphs() -> int:
 
 # float64 throughout. transformers' RMSNorm computes in float32 whatever it is given, and three updates by AdamW make
 # 1e-6 of a gradient up to 2e-5 of a parameter: hence the second bound.
-CLASSES: list[tuple[str, ClassPlan, str, float]] = [
-    ("gpt2", (3, 1, 0, "zb1p"), "none", 1e-10),
-    ("gpt2", (2, 2, 3, "1f1b"), "full", 1e-10),
-    ("llama", (2, 1, 0, "dualpipe"), "full", 1e-4),
-    ("gemma3", (2, 1, 0, "zbv"), "none", 1e-4),
-    ("mixtral", (2, 2, 2, "1f1b"), "none", 1e-4),
+TP, CP = ("parallel.tp=2",), ("parallel.cp=2",)
+SP, HEADS = (*TP, "parallel.sequence_parallel=true"), (*CP, "parallel.cp_comm=all_to_all")
+CLASSES: list[tuple[str, ClassPlan, tuple[str, ...], str, float]] = [
+    ("gpt2", (3, 1, 0, "zb1p"), (), "none", 1e-10),
+    ("gpt2", (2, 2, 3, "1f1b"), (), "full", 1e-10),
+    ("llama", (2, 1, 0, "dualpipe"), (), "full", 1e-4),
+    ("llama", (2, 1, 0, "zb1p"), SP, "none", 1e-4),
+    ("qwen3", (1, 2, 3, "1f1b"), TP, "full", 1e-4),
+    ("gemma3", (2, 1, 0, "zbv"), (), "none", 1e-4),
+    ("gemma3", (1, 1, 0, "1f1b"), HEADS, "none", 1e-4),
+    ("llama", (2, 1, 0, "1f1b"), CP, "none", 1e-4),
+    ("mixtral", (2, 2, 2, "1f1b"), (), "none", 1e-4),
+    ("mixtral", (1, 2, 0, "1f1b"), (*TP, "parallel.ep=2"), "none", 1e-4),
 ]
 
 
 @pytest.mark.slow
 @WARNINGS
-@pytest.mark.parametrize(("name", "plan", "recompute", "bound"), CLASSES, ids=str)
-def test_a_class_compiled_trains_as_by_plain_torch(name: str, plan: ClassPlan, recompute: str, bound: float) -> None:
-    sets = sets_of(plan, recompute)
+@pytest.mark.parametrize(("name", "plan", "more", "recompute", "bound"), CLASSES, ids=str)
+def test_a_class_compiled_trains_as_by_plain_torch(
+    name: str, plan: ClassPlan, more: tuple[str, ...], recompute: str, bound: float
+) -> None:
+    sets = [*sets_of(plan, recompute), *more]
     assert 0.0 <= far(name, *sets, "run.compile=true") <= bound
     found, _, _ = run_class(name, *sets, "run.compile=true")
     plain, _, _ = run_class(name, *sets)
@@ -146,18 +161,44 @@ def test_reference_modules_compiled_train_as_one_process(model: list[str], units
     assert ran.object["compiled"]["units"] == units and ran.object["memory"]["peak_allocated_bytes"] is None
 
 
-@pytest.mark.parametrize(
-    ("sets", "compiler", "kind", "said"),
-    [
-        ([], "no-such-compiler", ErrorKind.MISSING_DEPENDENCY, "needs no-such-compiler"),
-        (["parallel.tp=2", "parallel.pp=1"], "g++", ErrorKind.JOB, "tp = 2 inside of compiled code"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused_before_ranks_start(
-    sets: list[str], compiler: str, kind: ErrorKind, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", compiler)
-    prepared = prepare(load_job(str(job_file(tmp_path, text=JOB)), ["run.compile=true", *sets]))
-    with pytest.raises(PiperError, match=said) as info:
+def test_without_a_compiler_it_is_refused_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    prepared = prepare(load_job(str(job_file(tmp_path, text=JOB)), ["run.compile=true"]))
+    with pytest.raises(PiperError, match="needs no-such-compiler") as info:
         refuse(prepared)
-    assert info.value.kind is kind and info.value.kind.exit_code == 2
+    assert info.value.kind is ErrorKind.MISSING_DEPENDENCY and info.value.kind.exit_code == 2
+
+
+def _said(function: Callable[..., tuple[Tensor, ...]], *shapes: tuple[int, ...]) -> dict[str, list[str]]:
+    """What each pass says of a function of a weight and an input."""
+    mode = FakeTensorMode(static_shapes=True)
+    with traced.numbered():
+        fakes = [mode.from_tensor(torch.ones(shape, dtype=torch.float64, requires_grad=True)) for shape in shapes]
+        made = passes(function, fakes, 1, 1)
+    return {p: [str(n.args[1]) for n in traced.said_in(g.graph)] for p, g in made.graphs.items()}
+
+
+def test_what_is_gathered_again_for_weights_is_not_kept_from_forward() -> None:
+    region = RankRegion(RankAxis(2, 1, "tp"), sequence=True)
+    said = _said(lambda w, x: tuple(columns(x, [w], [None], region)), (6, 8), (1, 4, 8))
+    assert said == {"F": ["gather"], "I": ["scatter"], "W": ["gather"]}
+
+
+def test_what_is_said_twice_is_not_found_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis = RankAxis(2, 1, "tp")
+
+    def twice(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        a, b = (across(x, axis.gather, axis.scatter) for _ in range(2))
+        return (a * b * w,)
+
+    assert _said(twice, (4,), (3, 4))["F"] == ["gather", "gather"]
+    monkeypatch.setattr(traced, "count", lambda: repeat(0))
+    assert _said(twice, (4,), (3, 4))["F"] == ["gather"]
+
+
+def test_what_one_pass_says_is_said_in_turn() -> None:
+    graph = fx.Graph()
+    x, say = graph.placeholder("x"), torch.ops.piper_sim.say.default
+    nodes = [graph.call_function(say, (x, "sum", "tp", 2, k)) for k in range(3)]
+    traced.in_turn(graph)
+    assert [n.args[5:] for n in nodes] == [(), (nodes[0],), (nodes[1],)]

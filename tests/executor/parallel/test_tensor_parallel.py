@@ -30,7 +30,7 @@ from tests.executor.launch.test_run_faults import _inject
 from tests.executor.measure.peak_runs import measured, planned
 from tests.executor.parallel import inline_faults
 from tests.executor.parallel.divided_cases import Case, covering, handful
-from tests.executor.runs import alone, distance, error, far, judged, merged, run
+from tests.executor.runs import Ran, alone, distance, error, far, judged, merged, run
 from tests.executor.runtime.test_run_families import sets as family_sets
 
 ROUNDING, VISIBLE = 1e-10, 1e-3
@@ -65,8 +65,8 @@ def _planned(plan: Plan, rank: int) -> Messages:
     return out
 
 
-def _moved(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Plan, list[Messages]]:
-    """One step's messages, rank by rank."""
+def _moved(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Plan, list[Messages], Ran]:
+    """One step's messages, rank by rank; and all the run gave."""
     with tempfile.TemporaryDirectory() as name:
         _inject(monkeypatch, inline_faults.noted, {"folder": name})
         ran, out = run(*sets, "schedule.microbatches=2", steps=2), []
@@ -74,7 +74,7 @@ def _moved(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Plan, list[Mess
             rows = Counter(tuple(r) for r in json.loads((Path(name) / f"inline-{rank}.json").read_text()))
             assert all(count % 2 == 0 for count in rows.values())  # both steps send the same
             out.append(Messages({row: count // 2 for row, count in rows.items()}))
-    return ran.plan, out
+    return ran.plan, out, ran
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def _moved(monkeypatch: pytest.MonkeyPatch, *sets: str) -> tuple[Plan, list[Mess
     ids=["heads", "heads, whole tokens", "latent and MTP, context", "experts", "context by heads"],
 )
 def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, found = _moved(monkeypatch, *sets)
+    plan, found, _ = _moved(monkeypatch, *sets)
     for rank, messages in enumerate(found):
         assert messages == _planned(plan, rank)
     kinds = {(pass_, kind, axis) for pass_, _, _, kind, axis, _ in found[0]}
@@ -101,10 +101,33 @@ def test_a_compute_op_sends_what_the_plan_says(sets: tuple[str, ...], monkeypatc
         assert {("F", "reduce_scatter", "tp"), ("W", "all_gather", "tp")} <= kinds
 
 
+COMPILED = [
+    (*TP, "parallel.cp=2", "model.num_hidden_layers=1"),
+    pytest.param(family_sets("gpt2", *WHOLE, "parallel.zero=3", "parallel.dp=2"), marks=pytest.mark.slow),
+    pytest.param(family_sets("deepseek_v3", *TP, "parallel.cp=2", "schedule.recompute=full"), marks=pytest.mark.slow),
+    pytest.param(family_sets("mixtral", "parallel.tp=2", "schedule.name=zbv"), marks=pytest.mark.slow),
+    pytest.param(family_sets("qwen3", *HEADS, "model.num_key_value_heads=2"), marks=pytest.mark.slow),
+    pytest.param(family_sets("qwen3", "parallel.cp=2", "schedule.name=zb1p"), marks=pytest.mark.slow),
+]
+COMPILED_NAMES = ["tp cp", "whole tokens, ZeRO-3", "latent and MTP", "experts", "context by heads", "context, zb1p"]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+@pytest.mark.parametrize("sets", COMPILED, ids=COMPILED_NAMES)
+def test_compiled_code_sends_what_the_plan_says_and_trains_as_one_process_does(
+    sets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, found, ran = _moved(monkeypatch, *sets, "run.compile=true")
+    for rank, messages in enumerate(found):
+        assert messages == _planned(plan, rank)
+    assert sum(found[0].values()) and all(ran.object["compiled"]["units"].values())
+    assert error(ran, alone(*sets, "schedule.microbatches=2")) <= ROUNDING
+
+
 def test_experts_that_are_cut_send_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ("parallel.pp=1", "parallel.dp=4", "parallel.ep=2", "parallel.etp=2", "schedule.recompute=full")
     sets = family_sets("mixtral", *sets, "routing.forced=true", "routing.kind=balanced")
-    plan, found = _moved(monkeypatch, *sets)
+    plan, found, _ = _moved(monkeypatch, *sets)
     hidden = planned(*sets)[0].config.hidden
     # Beside rows on their way to experts, and their gradients' way back, goes one number of each: its weight.
     weighed = {("F", "all_gather"), ("R", "all_gather"), ("I", "reduce_scatter")}

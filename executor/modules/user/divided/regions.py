@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from executor.modules.parallel import Moved, enter, whole
 from executor.modules.user.annotate import At, chunk_of
 from executor.modules.user.divided.linears import ALLOWED, ENDS
+from executor.modules.user.divided.own_calls import own_mismatch
+from executor.modules.user.rewrites.own_functions import is_own
 from executor.modules.user.writes import times_written, written_otherwise
 from executor.parallel.divided_reads import Divided, Places, ShardMismatch, divided_values, module_of
 from executor.parallel.inline import RankRegion
@@ -88,10 +90,12 @@ def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> Div
     is something else.
     """
     found = divided_values(root.graph, whole, apart)
-    if isinstance(found, ShardMismatch):
-        message, allowed = f"{_where(found.node)}, {found.why}", "ops of each feature; view(…, -1, head_dim)"
+    wrong = found if isinstance(found, ShardMismatch) else own_mismatch(root.graph, found)
+    if wrong is not None:
+        message, allowed = f"{_where(wrong.node)}, {wrong.why}", "ops of each feature; view(…, -1, head_dim)"
         fix = '"colwise_gather_output" for the linear before it'
         raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
+    assert not isinstance(found, ShardMismatch)
     return found
 
 
@@ -197,4 +201,5 @@ def _unseen(node: fx.Node) -> PiperError:
 
 def _where(node: fx.Node) -> str:
     """Where a user finds a node."""
-    return f"{node.name}, in {module_of(node) or 'forward'}"
+    target: Any = node.target
+    return f"{target.__name__ if is_own(node) else node.name}, in {module_of(node) or 'forward'}"

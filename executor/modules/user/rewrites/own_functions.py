@@ -38,6 +38,11 @@ class _OwnCall:
         self._values, self._form = _without_tensors(values), form
         self.returned: tuple[list[Any], TreeSpec] | None = None  # its results, and how they nest
 
+    @property
+    def said(self) -> tuple[object, ...]:
+        """The words and numbers among its arguments, by which a reader of the graph tells calls apart."""
+        return tuple(v for v in self._values if isinstance(v, bool | int | float | str))
+
     def run(self, xs: list[Tensor]) -> list[Tensor]:
         """The tensors that it returns, given those that it takes."""
         args, kwargs = tree_unflatten(_filled(self._values, xs), self._form)
@@ -136,7 +141,8 @@ def call_functions(graph: fx.Graph, calls: list[_OwnCall]) -> None:
     for node in graph.nodes:
         if node.target is CALL:
             number, xs = node.args
-            node.target, node.args = _named(calls[number]), (xs,)
+            call = calls[number]
+            node.target, node.args = _named(call), (xs, *call.said)
 
 
 def is_own(node: fx.Node) -> bool:
@@ -145,7 +151,7 @@ def is_own(node: fx.Node) -> bool:
 
 
 def _named(call: _OwnCall) -> Callable[[list[Tensor]], list[Tensor]]:
-    def applied(xs: list[Tensor]) -> list[Tensor]:
+    def applied(xs: list[Tensor], *said: object) -> list[Tensor]:
         return call.run(xs)
 
     applied.__name__ = call.name

@@ -1,0 +1,120 @@
+"""What ranks say to one another inside of compiled code: to torch's compiler one operator, which it looks no further
+into. It is written down as a unit is traced; as its code runs, the rank that runs it does what its eager code would.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from itertools import count
+from threading import local
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+ROWS = ("gather", "scatter")  # what makes a dim of ranks in front, and what takes it away
+IN_PLACE = ("sum", "largest")
+
+
+class _Axis(Protocol):
+    """A rank's end of a group, as `RankAxis`."""
+
+    size: int
+    axis: str
+
+
+Call = Callable[[Any, Tensor], Tensor]
+_numbers: Iterator[int] | None = None  # of the trace that runs; one at a time does
+_rank = local()
+
+
+@contextmanager
+def numbered() -> Iterator[None]:
+    """Inside, what is said over values of a trace is an operator in it. Numbers tell equal ones apart: gathered twice
+    is not gathered once and kept. Only one thread at a time may be inside; others may go on saying things.
+    """
+    global _numbers
+    _numbers = count()
+    try:
+        yield
+    finally:
+        _numbers = None
+
+
+@contextmanager
+def among(axes: Mapping[str, _Axis]) -> Iterator[None]:
+    """Inside, compiled code that this thread runs speaks over these axes, by name."""
+    before, _rank.axes = getattr(_rank, "axes", {}), axes
+    try:
+        yield
+    finally:
+        _rank.axes = before
+
+
+def traceable(method: Call) -> Call:
+    """A method of an axis, as an operator where it is traced."""
+
+    @wraps(method)
+    def said(axis: Any, x: Tensor) -> Tensor:
+        if _numbers is None or axis.size == 1 or not isinstance(x, FunctionalTensor):
+            return method(axis, x)
+        found: Tensor = torch.ops.piper_sim.say(x, method.__name__, axis.axis, axis.size, next(_numbers))
+        return found
+
+    return said
+
+
+@torch.library.custom_op("piper_sim::say", mutates_args=())
+def say(x: Tensor, how: str, axis: str, size: int, number: int, after: Tensor | None = None) -> Tensor:
+    """`how` is the method of `RankAxis`. after: what was said before, of which nothing is read but that it was."""
+    mine = x.clone(memory_format=torch.contiguous_format) if how in IN_PLACE else x
+    found: Tensor = getattr(_rank.axes[axis], how)(mine)
+    return found
+
+
+@say.register_fake
+def _shape(x: Tensor, how: str, axis: str, size: int, number: int, after: Tensor | None = None) -> Tensor:
+    there, away = ROWS
+    return x.new_empty((size, *x.shape) if how == there else x.shape[1:] if how == away else x.shape)
+
+
+@contextmanager
+def saving_as_it_says() -> Iterator[None]:
+    """Inside, hooks for what autograd saves are called in a trace, too: torch has none of them called in its own."""
+    if _numbers is None:
+        yield
+        return
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+def storage_of(x: Tensor) -> int:
+    """Which memory a tensor lies in: a trace wraps each of its tensors in another."""
+    inner = x.from_functional() if isinstance(x, FunctionalTensor) else x
+    return int(inner.untyped_storage()._cdata)
+
+
+def in_turn(graph: fx.Graph) -> None:
+    """Have each wait for the one before it: a compiler may not say in another order what other ranks wait for.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> first, second = (graph.call_function(torch.ops.piper_sim.say.default, (x, "sum", "tp", 2, k)) for k in range(2))
+    >>> in_turn(graph)
+    >>> first.args[5:], second.args[5:]
+    ((), (say_default,))
+    """
+    last = None
+    for node in said_in(graph):
+        if last is not None:
+            node.args = (*node.args[:5], last)
+        last = node
+
+
+def said_in(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph says, in its order."""
+    return [n for n in graph.nodes if n.target is torch.ops.piper_sim.say.default]
