@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from executor.modules.parallel import Moved, enter, whole
 from executor.modules.user.annotate import At, chunk_of
+from executor.modules.user.divided.columns import gather_again
 from executor.modules.user.divided.linears import ALLOWED, ENDS
 from executor.modules.user.divided.own_calls import own_mismatch
 from executor.modules.user.rewrites.own_functions import is_own
@@ -51,6 +52,7 @@ def regions(
     partly, wholly = set[int](), set[int]()
     everywhere = replace(region, sequence=False)  # the same where all ranks have all tokens
     entries: dict[tuple[fx.Node, str, int], fx.Node] = {}
+    gathers: list[fx.Node] = []  # those of them that gather a rank's tokens
     for node in list(graph.nodes):
         beyond = [u for u in node.users if u.op == "output" or chunks[u] != chunks.get(node, chunks[u])]
         ends = node.target in ENDS
@@ -72,7 +74,10 @@ def regions(
                         entry = graph.call_function(along(of_region(enter, here), dim, repeats), (read,))
                     entry.meta, at[entry] = {**read.meta, "val": value}, at[node]
                     entries[key] = entry
+                    if here.sequence and repeats == 1 and dim in (-2, value.dim() - 2):
+                        gathers.append(entry)
                 node.replace_input_with(read, entry)
+    gather_again(root, at, gathers, cut, region)
     for node in graph.nodes:
         if node.target in ENDS:
             dim, repeats, _ = between.get(node, (-2, 1, None))
