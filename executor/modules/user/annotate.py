@@ -71,6 +71,7 @@ class ChunkedModel:
     wants_draws: frozenset[str] = frozenset()  # those that drop out
     idle: frozenset[int] = frozenset()  # parameters, by id, that no gradient reaches
     loss: str = ""  # a number that forward returns beside the logits
+    some_words: bool = False  # each tensor-parallel rank has the logits of its own words
 
 
 class _Tracer(fx.Tracer):

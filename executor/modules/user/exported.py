@@ -25,6 +25,7 @@ from executor.modules.user.divided.regions import NONE, parts_of, regions
 from executor.modules.user.divided.sequence import FIX, KEY, share_between, tokens_between
 from executor.modules.user.divided.shared import pairs_of
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
+from executor.modules.user.divided.words import keep_words
 from executor.modules.user.rewrites.attention import flag_causal, widen_values
 from executor.modules.user.rewrites.dropout import ValuesOfRank, reseed
 from executor.modules.user.rewrites.own_functions import call_functions, functions_kept
@@ -94,14 +95,16 @@ def export_cut(
     if not layers:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
-    partly, between = frozenset[int](), NONE
+    partly, between, words = frozenset[int](), NONE, None
     if few is not None:
         between = share_between(root, at, pairs, made_again(module, graph), cut, region, inside)
     if region.tp.size > 1:
-        partly = regions(root, at, made_again(module, graph), cut, region, between)
+        words = keep_words(graph, region.tp.size)
+        partly = regions(root, at, made_again(module, graph), cut, region, between, words)
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length))
-    return replace(cut_at(module, root, graph, at, layers), partly=partly, idle=idle, loss=loss)
+    found = cut_at(module, root, graph, at, layers)
+    return replace(found, partly=partly, idle=idle, loss=loss, some_words=words is not None)
 
 
 def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, fx.Graph, str]:

@@ -48,7 +48,7 @@ from executor.modules.user.trainable import (
     unrepeatable,
 )
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertGroup, exchanges
-from executor.parallel.inline import RankRegion
+from executor.parallel.inline import RankAxis, RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.graph import expert_rows
 
@@ -159,6 +159,11 @@ class UserModel:
         return self._region.divides
 
     @property
+    def words(self) -> RankAxis:
+        """To the ranks that have the logits of other words; where all have all of them, to none."""
+        return self._region.tp if self._cut.some_words else RankAxis()
+
+    @property
     def reads_tokens(self) -> frozenset[str]:
         """Chunks behind the first that read the token ids themselves, not their shape alone."""
         return self._cut.wants_ids - self._cut.shape_only
@@ -196,7 +201,7 @@ class UserModel:
             if name in self._cut.shape_only:
                 unit = TokenShapeChunk(unit)
             if name == self.chunks[-1]:
-                shared = RankRegion(cp=self._region.cp)  # all tp ranks have all words
+                shared = RankRegion(self.words, self._region.cp)
                 unit, wants = TokenLoss(unit, shared), (*wants, "labels", "scale")
             units[key], extras[key] = unit, wants
         given = {u: wants for u, wants in extras.items() if wants}

@@ -35,12 +35,13 @@ def regions(
     cut: Collection[int],
     region: RankRegion,
     between: Between = NONE,
+    words: fx.Node | None = None,
 ) -> frozenset[int]:
     """Put entries where values that all ranks have are read into what is apart, and make its ends this rank's.
 
     at: the scopes of nodes, added to. again: what depends on no parameter and no activation. cut: parameters, by id.
-    between: of what a rank has for its own tokens, with sequence parallelism. Returns the parameters of whose gradient
-    each rank has a part, by id.
+    between: of what a rank has for its own tokens, with sequence parallelism. words: logits that stay apart. Returns
+    the parameters of whose gradient each rank has a part, by id.
 
     Raises PiperError (model): something apart is left so where a layer or the model ends, or is ended twice.
     """
@@ -56,7 +57,7 @@ def regions(
     for node in list(graph.nodes):
         beyond = [u for u in node.users if u.op == "output" or chunks[u] != chunks.get(node, chunks[u])]
         ends = node.target in ENDS
-        if (node in apart and beyond) or (ends and node.args[0] not in apart):
+        if (node in apart and beyond and node is not words) or (ends and node.args[0] not in apart):
             raise _unfinished(node)
         if ends and node in alone:  # what each rank reads of it would be a part of its gradient
             raise _of_no_tokens(node)

@@ -102,7 +102,7 @@ def far_apart(build: Build, ids: Tensor, grid: Grid, drops: bool = False) -> flo
     def life(k: int) -> None:
         try:
             found[k] = _logits(models[k], ids)
-            (found[k] * _of_rank(weights, axes[k][1])).sum().backward()
+            (found[k] * _of_rank(weights, axes[k], models[k])).sum().backward()
         except BaseException as error:
             errors.append(error)
             for m in meetings:
@@ -115,7 +115,7 @@ def far_apart(build: Build, ids: Tensor, grid: Grid, drops: bool = False) -> flo
         t.join()
     if errors:
         raise errors[0]
-    far = [_far(x, _of_rank(wanted.detach(), axis)) for x, (_, axis) in zip(found, axes, strict=True)]
+    far = [_far(x, _of_rank(wanted.detach(), *of)) for x, *of in zip(found, axes, models, strict=True)]
     for name, p in plain.named_parameters():
         far.append(_far(_gradient(models, name, grid), p.grad if p.grad is not None else torch.zeros_like(p)))
     return max(far)
@@ -127,9 +127,11 @@ def _model(build: Build, ids: Tensor, region: RankRegion, grid: Grid) -> UserMod
     return UserModel(build, dtype=torch.float64, tags={"PP": "layers.*"}, batch=batch, shard=shard)
 
 
-def _of_rank(x: Tensor, cp: RankAxis) -> Tensor:
-    """Its tokens of (sequences, tokens, …)."""
-    return stretches(x.movedim(1, -1), cp.size, cp.index).movedim(-1, 1)
+def _of_rank(logits: Tensor, axes: tuple[RankAxis, RankAxis], model: UserModel) -> Tensor:
+    """Its tokens of (sequences, tokens, words); its words, where its model keeps no others."""
+    tp, cp = axes
+    words = logits.chunk(tp.size, -1)[tp.index] if model._cut.some_words else logits
+    return stretches(words.movedim(1, -1), cp.size, cp.index).movedim(-1, 1)
 
 
 def _gradient(models: Sequence[UserModel], name: str, grid: Grid) -> Tensor:
