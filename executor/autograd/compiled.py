@@ -16,7 +16,7 @@ from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import TORCH, TRACING, BuiltChunks, example_extra
 from executor.parallel.inline import RankAxis, RankRegion
-from executor.parallel.traced import among, numbered
+from executor.parallel.traced import collectives_traced, over_axes
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, precision_of
 
@@ -96,7 +96,7 @@ class CompiledPass:
         if (code := self.part.code.get(pass_)) is None:
             return ()
         weights = {f"in{k}": w.detach() for k, w in enumerate(self.part.weights.values())}
-        with torch.no_grad(), among(self.part.axes):
+        with torch.no_grad(), over_axes(self.part.axes):
             return code(*(weights[n] if n in weights else self.held[n] for n in self.part.plan.reads[pass_]))
 
 
@@ -198,7 +198,7 @@ def _traced(
         )  # AOT takes no views
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with torch.enable_grad(), numbered():
+    with torch.enable_grad(), collectives_traced():
         inputs = [a.detach().requires_grad_(a.is_floating_point()) for a in acts]
         fakes = [mode.from_tensor(g) for g in (*weights.values(), *inputs, *free, *constants.values())]
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from executor.modules.user.annotate import ancestors
-from executor.parallel.traced import in_turn
+from executor.parallel.traced import in_order
 
 Kernel = Callable[..., Sequence[Tensor]]
 VIEWS = (
@@ -247,5 +247,5 @@ def _extract(module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[n] for n in wanted))
     graph.eliminate_dead_code()
-    in_turn(graph)
+    in_order(graph)
     return fx.GraphModule(module, graph)

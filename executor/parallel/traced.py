@@ -1,5 +1,5 @@
-"""What ranks say to one another inside of compiled code: to torch's compiler one operator, which it looks no further
-into. It is written down as a unit is traced; as its code runs, the rank that runs it does what its eager code would.
+"""Collectives inside of compiled code: to torch's compiler each is one operator, which it looks no further into. It is
+noted as a unit is traced; as its code runs, the rank that runs it calls what its eager code would.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +30,9 @@ _rank = local()
 
 
 @contextmanager
-def numbered() -> Iterator[None]:
-    """Inside, what is said over values of a trace is an operator in it. Numbers tell equal ones apart: gathered twice
-    is not gathered once and kept. Only one thread at a time may be inside; others may go on saying things.
+def collectives_traced() -> Iterator[None]:
+    """Inside, a collective of values of a trace is an operator in it. Numbers tell equal ones apart: gathered twice is
+    not gathered once and kept. Only one thread at a time may be inside; others may go on with values of their own.
     """
     global _numbers
     _numbers = count()
@@ -43,8 +43,8 @@ def numbered() -> Iterator[None]:
 
 
 @contextmanager
-def among(axes: Mapping[str, _Axis]) -> Iterator[None]:
-    """Inside, compiled code that this thread runs speaks over these axes, by name."""
+def over_axes(axes: Mapping[str, _Axis]) -> Iterator[None]:
+    """Inside, the collectives of compiled code that this thread runs go over these axes, by name."""
     before, _rank.axes = getattr(_rank, "axes", {}), axes
     try:
         yield
@@ -56,31 +56,31 @@ def traceable(method: Call) -> Call:
     """A method of an axis, as an operator where it is traced."""
 
     @wraps(method)
-    def said(axis: Any, x: Tensor) -> Tensor:
+    def called(axis: Any, x: Tensor) -> Tensor:
         if _numbers is None or axis.size == 1 or not isinstance(x, FunctionalTensor):
             return method(axis, x)
-        found: Tensor = torch.ops.piper_sim.say(x, method.__name__, axis.axis, axis.size, next(_numbers))
+        found: Tensor = torch.ops.piper_sim.collective(x, method.__name__, axis.axis, axis.size, next(_numbers))
         return found
 
-    return said
+    return called
 
 
-@torch.library.custom_op("piper_sim::say", mutates_args=())
-def say(x: Tensor, how: str, axis: str, size: int, number: int, after: Tensor | None = None) -> Tensor:
-    """`how` is the method of `RankAxis`. after: what was said before, of which nothing is read but that it was."""
+@torch.library.custom_op("piper_sim::collective", mutates_args=())
+def collective(x: Tensor, how: str, axis: str, size: int, number: int, after: Tensor | None = None) -> Tensor:
+    """`how` is the method of `RankAxis`. after: what the collective before it gave, read for the order alone."""
     mine = x.clone(memory_format=torch.contiguous_format) if how in IN_PLACE else x
     found: Tensor = getattr(_rank.axes[axis], how)(mine)
     return found
 
 
-@say.register_fake
+@collective.register_fake
 def _shape(x: Tensor, how: str, axis: str, size: int, number: int, after: Tensor | None = None) -> Tensor:
     there, away = ROWS
     return x.new_empty((size, *x.shape) if how == there else x.shape[1:] if how == away else x.shape)
 
 
 @contextmanager
-def saving_as_it_says() -> Iterator[None]:
+def saved_tensors_hooks_traced() -> Iterator[None]:
     """Inside, hooks for what autograd saves are called in a trace, too: torch has none of them called in its own."""
     if _numbers is None:
         yield
@@ -98,23 +98,23 @@ def storage_of(x: Tensor) -> int:
     return int(inner.untyped_storage()._cdata)
 
 
-def in_turn(graph: fx.Graph) -> None:
-    """Have each wait for the one before it: a compiler may not say in another order what other ranks wait for.
+def in_order(graph: fx.Graph) -> None:
+    """Have each collective wait for the one before it: no compiler may reorder what other ranks wait for.
 
     >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> first, second = (graph.call_function(torch.ops.piper_sim.say.default, (x, "sum", "tp", 2, k)) for k in range(2))
-    >>> in_turn(graph)
+    >>> x, op = graph.placeholder("x"), torch.ops.piper_sim.collective.default
+    >>> first, second = (graph.call_function(op, (x, "sum", "tp", 2, k)) for k in range(2))
+    >>> in_order(graph)
     >>> first.args[5:], second.args[5:]
-    ((), (say_default,))
+    ((), (collective_default,))
     """
     last = None
-    for node in said_in(graph):
+    for node in collectives_in(graph):
         if last is not None:
             node.args = (*node.args[:5], last)
         last = node
 
 
-def said_in(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph says, in its order."""
-    return [n for n in graph.nodes if n.target is torch.ops.piper_sim.say.default]
+def collectives_in(graph: fx.Graph) -> list[fx.Node]:
+    """A graph's collectives, in its order."""
+    return [n for n in graph.nodes if n.target is torch.ops.piper_sim.collective.default]

@@ -19,7 +19,7 @@ from executor.modules.norms import rms_norm
 from executor.modules.parallel import across, enter, gather_tokens, scatter_tokens
 from executor.modules.remade import RemadeBufferView, following, kept, remade, remade_as, tensor_of
 from executor.parallel.inline import RankAxis, RankRegion
-from executor.parallel.traced import saving_as_it_says, storage_of
+from executor.parallel.traced import saved_tensors_hooks_traced, storage_of
 from ir.workload.config.spec import ModelConfig
 
 
@@ -72,7 +72,7 @@ def whole_context(k: Tensor, v: Tensor, cp: RankAxis) -> Iterator[tuple[Tensor, 
     whole = across(mine, partial(gather_tokens, cp), partial(scatter_tokens, cp))
     again = _Again(kept(mine.detach()), whole.detach(), cp)
     del mine
-    with saving_as_it_says(), torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+    with saved_tensors_hooks_traced(), torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
         k, v = whole.unflatten(-1, heads).split(sizes, -1)
         del whole
         yield k, v

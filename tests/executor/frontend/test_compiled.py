@@ -169,36 +169,36 @@ def test_without_a_compiler_it_is_refused_before_ranks_start(tmp_path: Path, mon
     assert info.value.kind is ErrorKind.MISSING_DEPENDENCY and info.value.kind.exit_code == 2
 
 
-def _said(function: Callable[..., tuple[Tensor, ...]], *shapes: tuple[int, ...]) -> dict[str, list[str]]:
-    """What each pass says of a function of a weight and an input."""
+def _collectives(function: Callable[..., tuple[Tensor, ...]], *shapes: tuple[int, ...]) -> dict[str, list[str]]:
+    """The collectives of each pass of a function of a weight and an input."""
     mode = FakeTensorMode(static_shapes=True)
-    with traced.numbered():
+    with traced.collectives_traced():
         fakes = [mode.from_tensor(torch.ones(shape, dtype=torch.float64, requires_grad=True)) for shape in shapes]
         made = passes(function, fakes, 1, 1)
-    return {p: [str(n.args[1]) for n in traced.said_in(g.graph)] for p, g in made.graphs.items()}
+    return {p: [str(n.args[1]) for n in traced.collectives_in(g.graph)] for p, g in made.graphs.items()}
 
 
 def test_what_is_gathered_again_for_weights_is_not_kept_from_forward() -> None:
     region = RankRegion(RankAxis(2, 1, "tp"), sequence=True)
-    said = _said(lambda w, x: tuple(columns(x, [w], [None], region)), (6, 8), (1, 4, 8))
-    assert said == {"F": ["gather"], "I": ["scatter"], "W": ["gather"]}
+    found = _collectives(lambda w, x: tuple(columns(x, [w], [None], region)), (6, 8), (1, 4, 8))
+    assert found == {"F": ["gather"], "I": ["scatter"], "W": ["gather"]}
 
 
-def test_what_is_said_twice_is_not_found_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_collectives_are_not_found_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     axis = RankAxis(2, 1, "tp")
 
     def twice(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         a, b = (across(x, axis.gather, axis.scatter) for _ in range(2))
         return (a * b * w,)
 
-    assert _said(twice, (4,), (3, 4))["F"] == ["gather", "gather"]
+    assert _collectives(twice, (4,), (3, 4))["F"] == ["gather", "gather"]
     monkeypatch.setattr(traced, "count", lambda: repeat(0))
-    assert _said(twice, (4,), (3, 4))["F"] == ["gather"]
+    assert _collectives(twice, (4,), (3, 4))["F"] == ["gather"]
 
 
-def test_what_one_pass_says_is_said_in_turn() -> None:
+def test_collectives_of_a_pass_wait_for_one_another() -> None:
     graph = fx.Graph()
-    x, say = graph.placeholder("x"), torch.ops.piper_sim.say.default
-    nodes = [graph.call_function(say, (x, "sum", "tp", 2, k)) for k in range(3)]
-    traced.in_turn(graph)
+    x, op = graph.placeholder("x"), torch.ops.piper_sim.collective.default
+    nodes = [graph.call_function(op, (x, "sum", "tp", 2, k)) for k in range(3)]
+    traced.in_order(graph)
     assert [n.args[5:] for n in nodes] == [(), (nodes[0],), (nodes[1],)]
