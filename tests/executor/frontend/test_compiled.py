@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,10 @@ def _collectives(function: Callable[..., tuple[Tensor, ...]], *shapes: tuple[int
     with traced.collectives_traced():
         fakes = [mode.from_tensor(torch.ones(shape, dtype=torch.float64, requires_grad=True)) for shape in shapes]
         made = passes(function, fakes, 1, 1)
-    return {p: [str(n.args[1]) for n in traced.collectives_in(g.graph)] for p, g in made.graphs.items()}
+    found = {p: traced.collectives_in(g.graph) for p, g in made.graphs.items()}
+    for nodes in found.values():
+        assert all(later.args[5] is node for node, later in pairwise(nodes)), "they may change places"
+    return {p: [str(n.args[1]) for n in nodes] for p, nodes in found.items()}
 
 
 def test_what_is_gathered_again_for_weights_is_not_kept_from_forward() -> None:

@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
 
+from executor.modules.user.divided.own_calls import STRETCHES, own_mismatch
+from executor.modules.user.rewrites.own_functions import _named, _OwnCall
+from executor.parallel.divided_reads import ShardMismatch, ValueShard
 from ir.core.errors import PiperError
 from tests.executor.frontend.divided.lockstep import Grid, far_apart
 from tests.executor.frontend.divided.test_crossings import IDS, PLAN, Net
@@ -106,6 +110,16 @@ def test_a_function_that_reads_along_what_tp_divides_is_refused(name: str) -> No
 def test_a_gradient_that_adds_up_what_tp_divides_is_refused() -> None:
     with pytest.raises(PiperError, match=r"Scaled, in layers\.0, is an autograd\.Function"):
         _inside(lambda z, y: of(Scaled, z, y[..., :1]))
+
+
+def test_a_function_of_several_stretches_is_refused() -> None:
+    form = tree_flatten(((1,), {}))[1]
+    graph, call = fx.Graph(), _OwnCall(Doubled, lambda cls, x: torch.tanh(x), [torch.ones(4, 4)], form)
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(4, 4)
+    node = graph.call_function(_named(call), ([x],))
+    assert own_mismatch(graph, {x: ValueShard((8, 4), 0, 1)}) is None
+    assert own_mismatch(graph, {x: ValueShard((8, 4), 0, 2)}) == ShardMismatch(node, STRETCHES)
 
 
 def test_a_number_made_of_what_tp_divides_is_refused() -> None:
