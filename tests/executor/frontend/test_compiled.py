@@ -18,6 +18,7 @@ from executor.autograd.inductor import options, passes
 from executor.autograd.split import SplitPass
 from executor.launch.refusals import refuse
 from executor.modules.parallel import across, columns
+from executor.modules.user.rewrites.dropout import drop, fallen
 from executor.parallel import traced
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError
@@ -66,6 +67,34 @@ def test_a_unit_s_passes_are_compiled_once_and_give_its_own_numbers() -> None:
     assert compiler.graphs == 3 == _graphs() - before  # the second unit is the first one's code
     assert not {f"in{k}" for k in range(len(weights))} & {*part.plan.reads["W"]}, "W reads a weight"
     assert notes[:2] == ["compile l0", "compile l0 F"]
+
+
+class Dropping(nn.Module):
+    """An embedding of which some elements fall."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+
+    def forward(self, ids: Tensor, draws: Tensor) -> Tensor:
+        """ids (2, 12)."""
+        return drop(self.table(ids), draws, fallen(draws, -(2**62), 0.3, 2, (2, 12, 32)), 0.3)
+
+
+@WARNINGS
+def test_what_falls_is_the_same_where_it_is_compiled() -> None:
+    torch.manual_seed(0)
+    unit, ids, dy = Dropping(), torch.randint(64, (2, 12)), torch.randn(2, 12, 32)
+    weights = dict(unit.named_parameters())
+    part = PartCompiler(lambda text: None).part("embed", unit, weights, [ids], [torch.zeros(3, dtype=torch.int64)])
+    for draws in ([0, 0, 1], [123, 45, 1], [3, 1, 0]):
+        got: dict[str, Tensor] = {}
+        made: Any = part.begin(got.__setitem__)
+        wanted = unit(ids, torch.tensor(draws))
+        assert torch.equal(made.forward(unit, ids, extras=[torch.tensor(draws)])[0], wanted)
+        made.input_grad(dy)
+        made.weight_grad()
+        torch.testing.assert_close(got["table.weight"], torch.autograd.grad(wanted, unit.table.weight, dy)[0])
 
 
 CHILD = """

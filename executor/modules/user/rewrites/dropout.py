@@ -53,13 +53,14 @@ def fallen(
     """
     step, number, on = draws.unbind()
     device, each = draws.device, prod(whole) // size
-    seeds = _mixed(_mixed(key + step * _STEP) + (number * size + torch.arange(1, size + 1, device=device)) * _STEP)
+    gamma = (on >> 1) + _STEP  # on is 0 or 1, which no compiler knows: by a number it would hold that nothing overflows
+    seeds = _mixed(_mixed(key + step * gamma) + (number * size + torch.arange(1, size + 1, device=device)) * gamma)
     order = (1, 0, *range(2, len(whole))) if inner else range(len(whole))
     words, stride = torch.zeros((), dtype=torch.int64, device=device), size * each
     for k, dim in enumerate(order):
         stride //= whole[dim]
         at = _indices(whole[dim], own if own and own[0] == dim else None, device) * stride
-        more = at * _STEP if k else seeds[at // each] + (at % each + 1) * _STEP
+        more = at * gamma if k else seeds[at // each] + (at % each + 1) * gamma
         words = words + more.view(-1, *(1,) * (len(whole) - 1 - dim))
     words = _mixed(words)
     gone: Tensor = ((words & (2**BITS - 1)) < int(p * 2**BITS)) & (on != 0)
