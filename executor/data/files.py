@@ -29,6 +29,7 @@ _PACKED = {  # first bytes of files that are no text, and would be read as one
     b"\x93NUMPY": "an array of NumPy's, not named .npy",
     _MAGIC: "an index, not named .idx",
 }
+_SEQUENCES = 2**20  # of an index, looked at at once
 _BLOCKS, _BLOCK = 64, 2**16  # looked at before a run, evenly spread; what a rank reads is looked at as it reads it
 
 Tokens = np.ndarray | ChunkedTokens
@@ -110,16 +111,32 @@ def _indexed(file: Path, index: Path, form: FileErrors) -> str:
         if not count or size not in (least, least + count):  # with modes, one byte each
             message = f"{size} bytes, {least} are needed for {count} sequences and {documents} documents"
             raise form.wrong(message, str(index), None, "an index that is whole")
-        f.seek(_HEADER.size + 4 * (count - 1))
-        last = int.from_bytes(f.read(4), "little", signed=True)
-        f.seek(_HEADER.size + 12 * count - 8)
-        end = int.from_bytes(f.read(8), "little", signed=True) + last * np.dtype(_CODES[code]).itemsize
-    if end != (held := file.stat().st_size):
+    if (end := _end(index, count, np.dtype(_CODES[code]).itemsize, form)) != (held := file.stat().st_size):
         message = f"the index ends at byte {end} of a file of {held}"
         raise form.wrong(message, str(file), None, f"the tokens that {index.name} was written with")
     if size > least and np.memmap(index, dtype="i1", mode="r", offset=least).any():
         raise form.wrong("some sequences have a mode: they are no text", str(index), None, "sequences of mode 0")
     return _CODES[code]
+
+
+def _end(index: Path, count: int, each: int, form: FileErrors) -> int:
+    """The byte at which an index's last sequence ends. each: bytes of a token.
+
+    Raises PiperError (job): a sequence begins elsewhere than the one before it ends. The file is read from end to end,
+    and such an index means others of its tokens (a selection), or another order.
+    """
+    lengths = np.memmap(index, dtype="<i4", mode="r", offset=_HEADER.size, shape=count)
+    begins, end = np.memmap(index, dtype="<i8", mode="r", offset=_HEADER.size + 4 * count, shape=count), 0
+    for first in range(0, count, _SEQUENCES):
+        sizes = lengths[first : first + _SEQUENCES].astype(np.int64) * each
+        wanted = end + np.cumsum(sizes) - sizes
+        if (odd := np.flatnonzero((begins[first : first + _SEQUENCES] != wanted) | (sizes < 0))).size:
+            k = int(odd[0])
+            message = f"sequence {first + k} is {lengths[first + k]} tokens from byte {begins[first + k]} on"
+            allowed = f"sequences behind one another: this one from byte {wanted[k]} on"
+            raise form.wrong(message, str(index), None, allowed, "write its tokens anew, in the index's order")
+        end = int(wanted[-1] + sizes[-1])
+    return end
 
 
 def check_vocabulary(tokens: Tokens, path: str, vocab: int, form: FileErrors = FORM) -> None:

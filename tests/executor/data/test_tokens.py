@@ -21,9 +21,11 @@ TOKENS = np.arange(32, 32 + 22)
 MEGATRON = {np.dtype("u1"): 1, np.dtype("<i4"): 4, np.dtype("<i8"): 5, np.dtype("<u2"): 8}
 
 
-def _index(lengths: list[int], kind: str, *, code: int | None = None, version: int = 1) -> bytes:
-    """An index as Megatron-LM's IndexedDatasetBuilder writes it."""
-    each, starts = np.dtype(kind), np.cumsum([0, *lengths])[:-1]
+def _index(
+    lengths: list[int], kind: str, *, code: int | None = None, version: int = 1, starts: list[int] | None = None
+) -> bytes:
+    """An index as Megatron-LM's IndexedDatasetBuilder writes it. starts: if not behind one another."""
+    each, starts = np.dtype(kind), np.array(starts or np.cumsum([0, *lengths])[:-1])
     head = b"MMIDIDX\x00\x00" + struct.pack("<Q", version) + struct.pack("<B", code or MEGATRON[each])
     head += struct.pack("<QQ", len(lengths), len(lengths) + 1)
     documents = np.arange(len(lengths) + 1, dtype=np.int64)
@@ -124,6 +126,9 @@ def _bad(path: Path, name: str) -> Path:
         "of another file": _index([10, 13], kind),
         "empty": _index([], kind),
         "pictures": _index(lengths, kind) + b"\0\1",
+        "a selection": _index([4, 12], kind, starts=[0, 10]),
+        "another order": _index([12, 5, 5], kind, starts=[5, 0, 17]),
+        "a negative length": _index([10, -2, 14], kind),
     }
     if name in index:
         target.with_suffix(".idx").write_bytes(index[name])
@@ -162,7 +167,8 @@ def _bad(path: Path, name: str) -> Path:
 WRONG = {
     "magic": "no index of Megatron's", "cut off": "81 bytes", "head cut off": "no index", "version": "version 2",
     "floats": "number format 7", "of another file": "ends at byte 92 of a file of 88", "empty": "0 sequences",
-    "pictures": "have a mode",
+    "pictures": "have a mode", "a selection": "sequence 1 is 12 tokens from byte 40 on",
+    "another order": "sequence 0 is 12 tokens from byte 20 on", "a negative length": "sequence 1 is -2 tokens",
     "odd": "1 bytes are left over", "uint32 as uint16": "name it .uint32", "floats in numpy": "4 elements of float64",
     "a table": "2 dimensions", "objects": "cannot read tokens", "no numpy": "cannot read tokens",
     "nothing in it": "cannot read tokens", "negative": "token -1 is outside", "missing": "cannot read tokens",
