@@ -157,17 +157,29 @@ class HubCheckpoint:
         return name in self._tensors
 
     def beside(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Tensors that are no parameter: buffers of a module, in the order of their names."""
+        """Tensors of no parameter that is trained: buffers of a module, and what of it is frozen, in the order of their
+        names. shapes: of those that are trained; second copies of theirs would be out of date, and are none of these.
+        """
         each = (self._find(name, shape) for name, shape in shapes.items() if not self.lacks(name, shape))
         found = (names for at in each for names in at.names)
         read = {n for names in found for n in names}
-        return sorted(n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES + _TIED))
+        left = (n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES))
+        return sorted(n for n in left if not self._is_copy(n, read))
+
+    def _is_copy(self, name: str, read: Iterable[str]) -> bool:
+        """Whether a tensor is what is tied to one of those that are read, by its name and by its values."""
+        if not any(fnmatchcase(name, u) for u in _TIED):
+            return False
+        shape = self._shape(name)
+        return any(_equal(self.tensor(name), self.tensor(n)) for n in read if self._shape(n) == shape)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name][1].get_slice(name).get_shape())
 
     def _check_copy(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """A tensor that is not read must be what is read instead: transformers ties no weights that differ."""
         whole = _TIED[0] if name.endswith(".head.weight") and _TIED[0] in shapes else next(iter(shapes))
-        a, b = self.tensor(name), self.tensor(self._find(whole, shapes[whole]).names[0][0])
-        if not (torch.equal(a, b) if a.dtype == b.dtype else torch.equal(a.double(), b.double())):
+        if not _equal(self.tensor(name), self.tensor(self._find(whole, shapes[whole]).names[0][0])):
             message, fix = f"{name} has other values than {whole}, and the job's model has one of both", None
             if name == _TIED[0]:
                 fix = "model.tie_word_embeddings = false"
@@ -221,6 +233,10 @@ class HubCheckpoint:
         for name in names:
             out.update(_sampled(self.tensor(name)).double().numpy().tobytes())
         return out.hexdigest()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) if a.dtype == b.dtype else torch.equal(a.double(), b.double())
 
 
 def _sampled(t: Tensor) -> Tensor:

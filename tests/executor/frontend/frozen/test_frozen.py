@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import piper_sim
 from executor.checkpoint.__main__ import main as lister
 from executor.frontend.capture import main as main_capture
-from executor.modules.hub_weights import WHOLE
+from executor.modules.hub_weights import WHOLE, HubCheckpoint
 from executor.runtime.batch import MicrobatchLoader
 from ir.job import load_job
 from ir.job.build import prepare
@@ -192,6 +192,36 @@ def test_frozen_values_are_read_from_files(job: Path, capsys: pytest.CaptureFixt
     save_file({n: v for n, v in values.items() if n != "embed.weight"}, file)
     code, told = run(job, capsys, 2, *GIVEN)
     assert code == 2 and "no tensor for embed.weight" in told["error"]["message"]
+
+
+def test_a_head_that_is_frozen_and_tied_to_nothing_is_written_and_must_be_the_same(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that files give a second copy of the table of words."""
+    keep, out, file = (job.parent / n for n in ("keep", "out", f"given/{WHOLE}"))
+    named = SOURCE.replace("self.head", "self.lm_head").replace("self.embed.req", "self.lm_head.req")
+    (job.parent / "model.py").write_text(named)
+    values = {n.replace("head", "lm_head"): t for n, t in load_file(file).items()}
+    save_file(values, file)
+    assert run(job, capsys, 1, *GIVEN, "--save", str(keep))[0] == 0
+    assert lister([str(keep), "--hub", str(out)]) == 0 and capsys.readouterr()
+    found = load_file(out / WHOLE)
+    assert found.keys() == values.keys() and torch.equal(found["lm_head.weight"], values["lm_head.weight"])
+    save_file(values | {"lm_head.weight": 2 * values["lm_head.weight"]}, file)
+    code, told = run(job, capsys, 2, *GIVEN, "--resume", str(keep))
+    assert (code, told["error"]["key"]) == (2, "model.weights")
+
+
+def test_what_is_tied_to_what_is_trained_is_not_written_beside_it(tmp_path: Path) -> None:
+    table = torch.randn(4, 2)
+    save_file({"embed.weight": table, "lm_head.weight": table.bfloat16().float()}, tmp_path / "other.safetensors")
+    save_file({"embed.weight": table, "lm_head.weight": table.clone()}, tmp_path / "same.safetensors")
+    for name, shapes, wanted in (
+        ("same", {"embed.weight": (4, 2)}, []),
+        ("other", {"embed.weight": (4, 2)}, ["lm_head.weight"]),
+        ("same", {}, ["embed.weight", "lm_head.weight"]),
+    ):
+        assert HubCheckpoint(tmp_path / f"{name}.safetensors").beside(shapes) == wanted
 
 
 def test_what_could_not_be_frozen_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
