@@ -39,7 +39,8 @@ def norm_of_ranks(norm: float | None, squares: Sequence[Sequence[float]]) -> flo
 
 @dataclass
 class StepLog:
-    """Reads the ranks' lines; a step is told once all of them have told it.
+    """Reads the ranks' lines; a step is told once all of them have told it. Its seconds are counted as a run's are:
+    from the last op of the step before to its own, or, where something else was done in between, from its first op.
 
     tell: each gets step, loss, grad_norm, lr, tokens (read until then), step_s, tokens_per_s; eval_loss after a test.
     """
@@ -50,7 +51,6 @@ class StepLog:
     tell: Sequence[Callable[[Json], None]]
     read: dict[int, int] = field(default_factory=dict)  # rank → bytes
     notes: dict[int, list[Json]] = field(default_factory=dict)  # step → what ranks have said of it
-    _end_s: float = 0.0
 
     def poll(self) -> None:
         for rank in range(self.prepared.ranks):
@@ -74,8 +74,8 @@ class StepLog:
         job, mesh = self.prepared.job, self.prepared.mesh
         each = mesh.sizes["dp"] * self.prepared.mbs * job.schedule.microbatch_size * job.model.seq_len
         end = max(n["end"] for n in notes)
-        seconds = end - max(self._end_s, min(n["start"] for n in notes))
-        self._end_s = end
+        before = [n["before"] for n in notes]
+        seconds = end - (min(n["start"] for n in notes) if None in before else max(before))
         found = {
             "step": step,
             "loss": loss_of([n["losses"] for n in notes]),

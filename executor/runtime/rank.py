@@ -119,6 +119,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     newest = traced_steps(program.plan, prepared.ranks)
     test = rank_tests(prepared, program, r.device) if local is not None else None
     forget_peaks(r.device.torch)
+    before = None
     for step in range(s.saving.first, o.steps):
         if r.keeper is not None:
             r.keeper.before(step)
@@ -127,7 +128,8 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
             del run.rows[: program.last - program.first]
         told.append(local.guide.take() if local is not None else ([], []))
         if local is not None and r.keeper is not None:
-            _beside(r, local, test, step, results[-1])
+            _beside(r, local, test, step, results[-1], before)
+            before = None if _pauses(s, step, results[-1]) else _span(run)[1]
             if r.keeper.after(step + 1, o.steps, r.transport):
                 break
     rows, counted = list(run.rows), allocator_peaks(r.device.torch) if o.backend != "local" else None
@@ -169,8 +171,17 @@ def traced_steps(plan: Plan, ranks: int) -> int:
 
 def _paused(s: PlanRun, results: list[StepResult]) -> list[int]:
     """Steps behind which this rank saved or evaluated."""
-    first, steps = s.saving.first, s.options.steps
-    return [k for k, r in enumerate(results, first) if r.tests or s.saving.due(k + 1, steps)]
+    return [k for k, r in enumerate(results, s.saving.first) if _pauses(s, k, r)]
+
+
+def _pauses(s: PlanRun, step: int, result: StepResult) -> bool:
+    return bool(result.tests) or s.saving.due(step + 1, s.options.steps)
+
+
+def _span(run: PlanInterpreter) -> tuple[float, float]:
+    """Of the newest step: when its first op here began, and when its last one ended."""
+    rows = run.rows[run.program.first - run.program.last :]
+    return min(row[4] for row in rows), max(row[5] for row in rows)
 
 
 def _peak(run: PlanInterpreter, local: RankModel, step: int, batches: Mapping[int, PendingMicrobatch]) -> int:
@@ -180,8 +191,10 @@ def _peak(run: PlanInterpreter, local: RankModel, step: int, batches: Mapping[in
     return int(memory.peak)
 
 
-def _beside(r: RankRun, local: RankModel, test: Batches | None, step: int, result: StepResult) -> None:
-    """What is done behind a step: evaluate, and note it, where it is time to."""
+def _beside(
+    r: RankRun, local: RankModel, test: Batches | None, step: int, result: StepResult, before: float | None
+) -> None:
+    """What is done behind a step: evaluate, and note it, where it is time to. before: as `_note_step` has it."""
     s, job, done = r.spec, r.prepared.job, step + 1
     noted = done % job.run.log_every == 0 or done == s.options.steps
     if test is not None and done % (job.run.eval_every or 1) == 0:
@@ -189,22 +202,25 @@ def _beside(r: RankRun, local: RankModel, test: Batches | None, step: int, resul
         noted = True
     if s.log is not None and noted:
         found = [of_the_batch(r.prepared, r.program, losses) for losses in (result.losses, result.tests)]
-        _note_step(s.log / f"steps-{r.program.rank}", step, r.run, result, *found)
+        _note_step(s.log / f"steps-{r.program.rank}", step, (before, *_span(r.run)), result, *found)
     if step == s.saving.first and s.options.dump is not None:
         _dump(s.options.dump / f"first-{r.program.rank}.npz", local)
 
 
-def _note_step(file: Path, step: int, run: PlanInterpreter, result: StepResult, losses: Losses, test: Losses) -> None:
-    """A rank's line, for `executor.launch.step_log`: what it has of a step. test: its losses of an evaluation."""
-    spans = [(row[4], row[5]) for row in run.rows[run.program.first - run.program.last :]]
+def _note_step(
+    file: Path, step: int, times: tuple[float | None, float, float], result: StepResult, losses: Losses, test: Losses
+) -> None:
+    """A rank's line, for `executor.launch.step_log`: what it has of a step. test: its losses of an evaluation.
+
+    times: when the step before ended here, None if that was not right before it; when this one began and ended.
+    """
     note = {
         "step": step,
         "losses": losses,
         "test": test,
         "norm": result.grad_norm,
         "squares": result.squares,
-        "start": min(a for a, _ in spans),
-        "end": max(b for _, b in spans),
+        **dict(zip(("before", "start", "end"), times, strict=True)),
     }
     with temporary(), file.open("a", encoding="utf-8") as f:
         f.write(json.dumps(note) + "\n")

@@ -4,6 +4,7 @@ And what it keeps of many: every loss, and a trace of the newest, the same ones 
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from executor.launch import run as cli
 from executor.runtime import rank
+from executor.runtime.batch import rank_batches
 from executor.runtime.rank import traced_steps, train_rank
 from executor.runtime.worker import RankContext
 from ir.core.errors import PiperError
@@ -68,6 +70,35 @@ def forgetful(ctx: RankContext, **spec: Any) -> Any:
     _, plan = ctx.given()
     rank.TRACED = _rows(plan) * 7 // 2
     return train_rank(ctx, **spec)
+
+
+def slow_reader(ctx: RankContext, **spec: Any) -> Any:
+    """Takes its time to read a step's tokens, though not those of an evaluation."""
+
+    def batches(*of: Any) -> Any:
+        read = rank_batches(*of)
+        return read if len(of) > 3 else lambda step: (time.sleep(0.2), read(step))[1]
+
+    rank.rank_batches = batches  # type: ignore[attr-defined]
+    return train_rank(ctx, **spec)
+
+
+@pytest.mark.parametrize(("every", "lines"), [(1, [0, 1, 2, 3, 4]), (2, [1, 2, 3, 4])])
+def test_a_line_s_seconds_are_those_of_the_trace_from_end_to_end(
+    every: int, lines: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "RANK", slow_reader)
+    sets = "run.eval_every=3", "run.eval_source=synthetic", f"run.log_every={every}"
+    ran = run(*sets, steps=5, out=tmp_path / "out")
+    table = list(zip(ran.trace.step, ran.trace.start_s, ran.trace.end_s, strict=True))
+    ends = {k: max(end for step, _, end in table if step == k) for k in range(5)}
+    begins = ends | {k: min(start for step, start, _ in table if step == k + 1) for k in (-1, 2)}  # behind a test
+    told = [json.loads(x) for x in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in told] == lines
+    for line in told:
+        k = line["step"]
+        assert line["step_s"] == pytest.approx(ends[k] - begins[k - 1], rel=1e-4)
+        assert k in (0, 3) or line["step_s"] > 0.2
 
 
 def _rows(plan: Any) -> int:
