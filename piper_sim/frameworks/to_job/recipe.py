@@ -90,8 +90,10 @@ def formats(d: JobDraft, f: Facts) -> None:
     if pipelined_fsdp(d):  # whole are the weights as gathered; the fp32 ones are the shards that the optimizer updates
         params = None if params == "fp32" and compute != "fp32" else params
         grads = grads or f.get("reduce")  # microbatches are summed in the format that is reduced
+    own = params if d.framework.endswith("torchtitan") and params != "fp32" else None  # of all that torch makes of them
+    grads = grads or (None if pipelined_fsdp(d) else own)
     d.put("precision", compute=compute, params=params, grads=grads, reduce=f.get("reduce"))
-    moments = f.get("optimizer_dtype")
+    moments = f.get("optimizer_dtype") or own
     d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
     d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
     wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}

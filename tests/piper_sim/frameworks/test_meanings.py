@@ -183,6 +183,19 @@ def test_torchtitan_mixes_formats_where_there_is_something_to_shard(
     assert made.read.job["precision"]["compute"] == compute
 
 
+# torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce: what is reduced goes to the weights' format;
+# torch/optim/adam.py, _init_group: moments are zeros_like(weights), and there are no master weights
+@pytest.mark.parametrize("pp", [1, 4])
+def test_torchtitan_s_gradients_and_moments_have_the_format_of_its_weights(tmp_path: Path, pp: int) -> None:
+    text = TITAN.replace("degree = 4", f"degree = {pp}").replace("[training]", '[training]\ndtype = "bfloat16"')
+    found = imported(tmp_path, text, "t.toml")
+    job = prepare(job_from(found.job))
+    formats = precision_of(job.job)
+    assert (formats.params, formats.optimizer, formats.reduce) == ("bf16", "bf16", "fp32")
+    assert formats.grads == ("bf16" if pp == 1 else "fp32"), "whole ones are summed as they are reduced"
+    assert export_launch(job, "torchtitan").read.job["precision"] == found.job["precision"]
+
+
 def test_torchtitan_s_whole_logits_come_in_and_go_out(tmp_path: Path) -> None:
     text = "torchrun --nproc_per_node 8 -m torchtitan.train --model.flavor 8B --parallelism.disable_loss_parallel"
     assert "loss_parallel" not in imported(tmp_path, text).job["costs"], "there is nothing to gather"
