@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -98,8 +99,7 @@ class PlanRuntime:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
-            traceback.print_exception(error)
-            self._lookout.fall(error)  # does not return
+            self._end(error)
 
     def step(self, batch: Batch) -> float:
         """Train on one global batch, the same on every rank; returns its loss, the mean over its valid labels.
@@ -172,8 +172,18 @@ class PlanRuntime:
         with made_on(local.default), torch.inference_mode(False), torch.enable_grad(), narrow:
             both = self._tokens(*batch) if batch else ()
             self._agree(what, both)
-            yield self._batches(*both, step=self.steps if what == "step" else 0) if both else {}
+            try:
+                yield self._batches(*both, step=self.steps if what == "step" else 0) if both else {}
+            except Exception as error:
+                if batch:  # in the middle of the plan, where others wait for what does not come: nobody can go on
+                    self._end(error)
+                raise
         self._context.progress.outside()
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """Tell of an error here, the others of it, too, and end."""
+        traceback.print_exception(error)
+        self._lookout.fall(error)
 
     def _refuse_closed(self, what: str) -> None:
         if self._closed:

@@ -177,6 +177,28 @@ def test_a_mistake_outside_of_with_ends_all(tmp_path: Path) -> None:
     assert "a mistake" in error["message"] and "terminate called" not in done.stderr
 
 
+CAUGHT = """
+import os, sys
+import numpy as np
+import piper_sim
+
+with piper_sim.runtime(sys.argv[1]) as runtime:
+    if os.environ["RANK"] == "0":
+        runtime._rank.run.step = lambda *_: 1 // 0  # a token that a module of one's own has no row for, say
+    for _ in range(2):
+        try:
+            runtime.step(np.arange(36).reshape(4, 9))
+        except ZeroDivisionError:
+            continue
+"""
+
+
+def test_a_step_that_fails_ends_all_whoever_catches_that(tmp_path: Path) -> None:
+    """The others wait for what does not come: they would be named, when the watchdog's time is over."""
+    error = objects(_loop(tmp_path, CAUGHT, str(job_file(tmp_path, text=JOB))).stdout)[0]["error"]
+    assert (error["kind"], error["rank"]) == ("rank_failed", 0) and "ZeroDivisionError" in error["message"]
+
+
 def test_overrides_of_a_job_that_is_loaded_are_refused() -> None:
     job = piper_sim.load_job({"model": {"config": "tiny-llama"}})
     with pytest.raises(piper_sim.PiperError, match="overrides of a job that is loaded"):
