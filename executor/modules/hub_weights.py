@@ -134,12 +134,12 @@ class HubCheckpoint:
             for tensor in (n for names in at.names for n in names):
                 self._check(tensor, at.shape(shape), NUMBERS if name in shapes else NUMBERS + COUNTS)
                 read.add(tensor)
-        left = [n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES + _TIED)]
-        if left:
+        tied = {n for n in self._tensors if n not in read and any(fnmatchcase(n, u) for u in _TIED)}
+        if left := [n for n in self._tensors if not (n in read or n in tied or self._is_table(n))]:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
             message = f"the job's model has no parameter for {left[0]}{more}"
             raise FORM.wrong(message, str(self._tensors[left[0]][0]), None, "the weights of the job's model.config")
-        for name in (n for n in self._tensors if n not in read and any(fnmatchcase(n, u) for u in _TIED)):
+        for name in sorted(tied):
             self._check_copy(name, shapes)
 
     def _check_drawn(self, names: Iterable[str]) -> None:
@@ -163,8 +163,12 @@ class HubCheckpoint:
         each = (self._find(name, shape) for name, shape in shapes.items() if not self.lacks(name, shape))
         found = (names for at in each for names in at.names)
         read = {n for names in found for n in names}
-        left = (n for n in self._tensors if n not in read and not any(fnmatchcase(n, u) for u in _TABLES))
-        return sorted(n for n in left if not self._is_copy(n, read))
+        return sorted(n for n in self._tensors if not (n in read or self._is_table(n) or self._is_copy(n, read)))
+
+    def _is_table(self, name: str) -> bool:
+        """Whether a tensor is made of sizes. GPT-2's mask has two dimensions: a vector of that name is trained."""
+        made = any(fnmatchcase(name, u) for u in _TABLES)
+        return made and not (name.endswith(".attn.bias") and len(self._shape(name)) == 1)
 
     def _is_copy(self, name: str, read: Iterable[str]) -> bool:
         """Whether a tensor is what is tied to one of those that are read, by its name and by its values."""

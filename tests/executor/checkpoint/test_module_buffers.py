@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from executor.checkpoint.__main__ import main as lister
-from executor.modules.hub_weights import WHOLE
+from executor.modules.hub_weights import WHOLE, HubCheckpoint
+from ir.core.errors import PiperError
 from piper_sim.app.cli import main
 
 SOURCE = """
@@ -112,3 +113,27 @@ def test_what_is_exported_has_every_value_of_the_module(job: Path, capsys: pytes
     module.load_state_dict(found)  # all of them, and no other
     assert all(torch.equal(v, given[n]) is ("scale" in n or not v.numel()) for n, v in found.items())
     assert found["layers.0.gain"].shape == ()
+
+
+def test_what_is_tied_to_what_is_trained_is_not_written_beside_it(tmp_path: Path) -> None:
+    table = torch.randn(4, 2)
+    save_file({"embed.weight": table, "lm_head.weight": table.bfloat16().float()}, tmp_path / "other.safetensors")
+    save_file({"embed.weight": table, "lm_head.weight": table.clone()}, tmp_path / "same.safetensors")
+    for name, shapes, wanted in (
+        ("same", {"embed.weight": (4, 2)}, []),
+        ("other", {"embed.weight": (4, 2)}, ["lm_head.weight"]),
+        ("same", {}, ["embed.weight", "lm_head.weight"]),
+    ):
+        assert HubCheckpoint(tmp_path / f"{name}.safetensors").beside(shapes) == wanted
+
+
+def test_a_vector_by_the_name_of_gpt_2_s_mask_is_no_table(tmp_path: Path) -> None:
+    """Of a linear called attn: frozen it is handed on, and files whose model has none are refused."""
+    shapes = {"h.0.attn.weight": (4, 4)}
+    values = {"h.0.attn.weight": torch.ones(4, 4), "h.0.attn.bias": torch.ones(4), "h.1.attn.bias": torch.ones(1, 4, 4)}
+    save_file(values, tmp_path / WHOLE)
+    files = HubCheckpoint(tmp_path)
+    assert files.beside(shapes) == ["h.0.attn.bias"]
+    files.check(shapes, {"h.0.attn.bias": (4,)})
+    with pytest.raises(PiperError, match=r"no parameter for h\.0\.attn\.bias"):
+        files.check(shapes, {})

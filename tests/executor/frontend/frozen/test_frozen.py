@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import piper_sim
 from executor.checkpoint.__main__ import main as lister
 from executor.frontend.capture import main as main_capture
-from executor.modules.hub_weights import WHOLE, HubCheckpoint
+from executor.modules.hub_weights import WHOLE
 from executor.runtime.batch import MicrobatchLoader
 from ir.job import load_job
 from ir.job.build import prepare
@@ -210,18 +210,6 @@ def test_a_head_that_is_frozen_and_tied_to_nothing_is_written_and_must_be_the_sa
     save_file(values | {"lm_head.weight": 2 * values["lm_head.weight"]}, file)
     code, told = run(job, capsys, 2, *GIVEN, "--resume", str(keep))
     assert (code, told["error"]["key"]) == (2, "model.weights")
-
-
-def test_what_is_tied_to_what_is_trained_is_not_written_beside_it(tmp_path: Path) -> None:
-    table = torch.randn(4, 2)
-    save_file({"embed.weight": table, "lm_head.weight": table.bfloat16().float()}, tmp_path / "other.safetensors")
-    save_file({"embed.weight": table, "lm_head.weight": table.clone()}, tmp_path / "same.safetensors")
-    for name, shapes, wanted in (
-        ("same", {"embed.weight": (4, 2)}, []),
-        ("other", {"embed.weight": (4, 2)}, ["lm_head.weight"]),
-        ("same", {}, ["embed.weight", "lm_head.weight"]),
-    ):
-        assert HubCheckpoint(tmp_path / f"{name}.safetensors").beside(shapes) == wanted
 
 
 def test_what_could_not_be_frozen_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
