@@ -50,7 +50,7 @@ class StepLog:
     folder: Path
     tell: Sequence[Callable[[Json], None]]
     read: dict[int, int] = field(default_factory=dict)  # rank → bytes
-    notes: dict[int, list[Json]] = field(default_factory=dict)  # step → what ranks have said of it
+    notes: dict[int, dict[int, Json]] = field(default_factory=dict)  # step → rank → what it has said of it
 
     def poll(self) -> None:
         for rank in range(self.prepared.ranks):
@@ -64,9 +64,10 @@ class StepLog:
             self.read[rank] = self.read.get(rank, 0) + len(whole)
             for line in whole.splitlines():
                 note = json.loads(line)
-                self.notes.setdefault(note["step"], []).append(note)
+                self.notes.setdefault(note["step"], {})[rank] = note
         for step in sorted(s for s, notes in self.notes.items() if len(notes) == self.prepared.ranks):
-            found = self._told(step, self.notes.pop(step))
+            notes = self.notes.pop(step)
+            found = self._told(step, [notes[rank] for rank in sorted(notes)])  # sums have the order of the run's object
             for tell in self.tell:
                 tell(found)
 

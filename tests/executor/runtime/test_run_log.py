@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from executor.launch import run as cli
+from executor.launch.step_log import StepLog, norm_of_ranks
 from executor.runtime import rank
 from executor.runtime.batch import rank_batches
 from executor.runtime.rank import traced_steps, train_rank
@@ -99,6 +100,18 @@ def test_a_line_s_seconds_are_those_of_the_trace_from_end_to_end(
         k = line["step"]
         assert line["step_s"] == pytest.approx(ends[k] - begins[k - 1], rel=1e-4)
         assert k in (0, 3) or line["step_s"] > 0.2
+
+
+def test_a_line_s_norm_has_one_order_of_sums_whoever_tells_first(tmp_path: Path) -> None:
+    prepared, _ = judged(tmp_path, "parallel.pp=1", "parallel.dp=4", "schedule.microbatches=1")
+    note = {"step": 0, "losses": [], "test": [], "norm": None, "before": None, "start": 0.0, "end": 1.0}
+    found: list[dict[str, Any]] = []
+    log = StepLog(prepared, 1, tmp_path, [found.append])
+    for one in (3, 2, 1, 0):
+        squares = [2.0**-53 if one else 1.0]
+        (tmp_path / f"steps-{one}").write_text(json.dumps(note | {"squares": squares}) + "\n")
+        log.poll()
+    assert [line["grad_norm"] for line in found] == [norm_of_ranks(None, [[1.0], *[[2.0**-53]] * 3])] == [1.0]
 
 
 def _rows(plan: Any) -> int:
