@@ -77,6 +77,11 @@ def _formats(job: Job, framework: str) -> Facts:
     f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}
     named_ = {"params": p.params, "grads": p.grads, "reduce": p.reduce, "optimizer_dtype": p.optimizer}
     named_ |= {"gather": p.gather}
+    if framework == "automodel" and p.params not in (None, "fp32"):
+        if whole.optimizer == whole.params:  # torch's, which has no word for it
+            del named_["optimizer_dtype"]
+        else:
+            f["optimizer"] = "fused_adamw"
     if framework == "deepspeed":  # whose own ones are not the job's
         named_ |= {"grads": str(whole.grads), "reduce": str(whole.reduce)}
     elif framework in MEGATRON and job.parallel.zero < 2 and whole.grads == whole.reduce:  # one buffer, by one argument

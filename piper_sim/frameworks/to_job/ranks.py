@@ -14,6 +14,7 @@ from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, ha
 BY_LAYERS = {"deepspeed", "gpt-neox"}  # stages with as many layers each, where that leaves no rest
 EVEN = {"megatron", "megatron-bridge", "nemo", "primus"}  # split layers evenly, and refuse where that leaves a rest
 TORCH = {"torchtitan", "primus-torchtitan", "automodel"}
+MEGATRON_FSDP = "megatron_fsdp"  # ZeRO-3 with weights of its own in fp32
 HYBRID = "hybrid"  # shards within a group, copies among groups: with 2, ZeRO-2's
 SPREAD = "shards are spread over all replicas"
 
@@ -147,6 +148,8 @@ def pipelined_fsdp(d: JobDraft) -> bool:
 
 def zero_of(framework: str, f: Facts) -> int | None:
     """ZeRO's stage."""
+    if f.get("zero") == MEGATRON_FSDP:
+        f = f | {"zero": 3}
     if str(said := f.get("zero")).startswith(HYBRID):
         return 2 if said == f"{HYBRID}2" else 3
     if f.get("fsdp"):

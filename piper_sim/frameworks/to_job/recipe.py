@@ -8,6 +8,7 @@ from piper_sim.frameworks.to_job.draft import Facts, JobDraft, element_bytes, ha
 from piper_sim.frameworks.to_job.ranks import BY_LAYERS, EVEN, pipelined_fsdp, shards, zero_of
 
 DEEPSPEED, FSDP = 2, 3  # accelerate's `distributed_type`, and the stage that it then takes
+KNOWN_AS = {"dist_muon": "muon", "fused_adamw": "adamw"}  # optimizers that differ in what they keep, and in how
 LAYER = ["mlp", "attention"]  # parts of a layer, which is then made again as a whole
 MUON = {"momentum": 0.95, "nesterov": False, "ns_steps": 5, "tp_mode": "blockwise", "adjust_lr": "match_rms_adamw"}
 SCALES = {"match_rms_adamw": 0.2, "original": 1.0}  # --muon-extra-scale-factor that makes its rates torch's
@@ -90,8 +91,8 @@ def formats(d: JobDraft, f: Facts) -> None:
     if pipelined_fsdp(d):  # whole are the weights as gathered; the fp32 ones are the shards that the optimizer updates
         params = None if params == "fp32" and compute != "fp32" else params
         grads = grads or f.get("reduce")  # microbatches are summed in the format that is reduced
-    own = params if d.framework.endswith("torchtitan") and params != "fp32" else None  # of all that torch makes of them
-    grads = grads or (None if pipelined_fsdp(d) else own)
+    own = params if params != "fp32" and by_torch(d.framework, f) else None  # of all that torch makes of them
+    grads = grads or (None if f.get("pp", 1) > 1 and d.job["parallel"].get("zero") else own)  # whole ones are in reduce
     d.put("precision", compute=compute, params=params, grads=grads, reduce=f.get("reduce"))
     moments = f.get("optimizer_dtype") or own
     d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
@@ -99,7 +100,7 @@ def formats(d: JobDraft, f: Facts) -> None:
     wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
     d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")
     name = f.get("optimizer")
-    d.put("optimizer", name="muon" if name == "dist_muon" else name, lr=f.get("lr"), clip_norm=f.get("clip"))
+    d.put("optimizer", name=KNOWN_AS.get(str(name), name), lr=f.get("lr"), clip_norm=f.get("clip"))
     if name in ("muon", "dist_muon"):
         _muon(d, f)
     if f.get("offloaded") in (True, "true"):
@@ -109,6 +110,16 @@ def formats(d: JobDraft, f: Facts) -> None:
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
         d.put("costs", dispatcher=f.get("dispatcher"))
     _costs(d, f)
+
+
+def by_torch(framework: str, f: Facts) -> bool:
+    """Whether torch's own optimizer updates the weights as they are, in whose format its moments then are.
+
+    >>> by_torch("automodel", {"optimizer": "adamw", "zero": 3}), by_torch("automodel", {"optimizer": "fused_adamw"})
+    (True, False)
+    """
+    own = framework == "automodel" and f.get("optimizer") in ("adamw", "sgd") and f.get("zero") == FSDP
+    return own or framework.endswith("torchtitan")
 
 
 def _unmixed(d: JobDraft, f: Facts) -> str | None:

@@ -196,6 +196,37 @@ def test_torchtitan_s_gradients_and_moments_have_the_format_of_its_weights(tmp_p
     assert export_launch(job, "torchtitan").read.job["precision"] == found.job["precision"]
 
 
+RECIPE = """
+step_scheduler: {global_batch_size: 64, local_batch_size: 2}
+model: {pretrained_model_name_or_path: meta-llama/Llama-3.1-8B, torch_dtype: torch.bfloat16}
+distributed: {strategy: STRATEGY}
+optimizer: {_target_: TARGET, lr: 1.0e-5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "target", "kept"),
+    [
+        ("fsdp2", "torch.optim.AdamW", "bf16"),
+        ("fsdp2", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", "fp32"),
+        ("megatron_fsdp", "torch.optim.AdamW", "fp32"),
+        ("megatron_fsdp, zero_dp_strategy: 3", "torch.optim.AdamW", "fp32"),
+    ],
+)
+def test_automodel_s_moments_are_in_the_format_of_its_weights_where_torch_updates_them(
+    tmp_path: Path, strategy: str, target: str, kept: str
+) -> None:
+    found = imported(tmp_path, RECIPE.replace("STRATEGY", strategy).replace("TARGET", target), "a.yaml", "automodel")
+    job = prepare(job_from(found.job))
+    formats = precision_of(job.job)
+    assert (formats.params, formats.optimizer, formats.grads) == ("bf16", kept, kept)
+    assert (job.job.parallel.zero, job.job.optimizer.name) == (3, "adamw")
+    made = export_launch(job, "automodel")
+    assert made.read.job["precision"] == found.job["precision"]
+    assert ("_target_: torch" in made.files["config.yaml"]) == (kept == "bf16")
+    assert "exp_avg_dtype" not in made.files["config.yaml"], "torch's takes none"
+
+
 def test_torchtitan_s_whole_logits_come_in_and_go_out(tmp_path: Path) -> None:
     text = "torchrun --nproc_per_node 8 -m torchtitan.train --model.flavor 8B --parallelism.disable_loss_parallel"
     assert "loss_parallel" not in imported(tmp_path, text).job["costs"], "there is nothing to gather"
