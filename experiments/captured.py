@@ -1,8 +1,9 @@
-"""`python -m experiments.captured [PRESET …]`: transformers' own classes, captured, beside what their configs predict.
+"""`python -m experiments.captured [--tp N] [PRESET …]`: transformers' own classes, captured, beside their configs.
 
 Each preset's config with four layers at its true width, one sequence of 2,048 tokens a microbatch, one H100 (four where
-it has experts, which are divided over them). Two independent accounts of a step: a config's kernels are written down by
-hand, a captured module's are counted as torch calls them and fused.
+it has experts, which are divided over them), or N of them with tensor and sequence parallelism by the class's own
+tp_plan. Two independent accounts of a step: a config's kernels are written down by hand, a captured module's are
+counted as torch calls them and fused.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,43 +63,58 @@ def tags_of(module: nn.Module) -> dict[str, str]:
     return {"PP": f"{layers}.*"} | ({"EP": f"{layers}.*.{inside[0]}"} if inside else {})
 
 
-def compared(raw: Mapping[str, Any], folder: Path) -> tuple[float, float, float]:
-    """Seconds of a step as the config has it and as captured, and the latter's model FLOPs over the former's.
+@dataclass(frozen=True)
+class Account:
+    """What is predicted of a step: its seconds, its model FLOPs up to a factor, and the peak of allocated bytes."""
+
+    seconds: float
+    flops: float
+    peak: int
+
+
+def compared(raw: Mapping[str, Any], folder: Path, tp: int) -> tuple[Account, Account]:
+    """A step as the config has it, and as captured.
 
     Raises PiperError: one of the two is refused.
     """
     module = module_of(raw)
     tags = tags_of(module)
-    ep = 4 if "EP" in tags else 1
+    ep = 4 if "EP" in tags and tp == 1 else 1
+    tags = tags if ep > 1 else {"PP": tags["PP"]}
+    divided: dict[str, Any] = {"tp": tp, "sequence_parallel": True} if tp > 1 else {}
     (folder / "config.json").write_text(json.dumps(raw))
-    (folder / "model.json").write_text(text(capture(module, batch=(1, LENGTH), tags=tags, ep=ep)))
-    found = []
+    (folder / "model.json").write_text(text(capture(module, batch=(1, LENGTH), tags=tags, ep=ep, **divided)))
+    found, parallel = [], {"dp": ep, "ep": ep, **divided}
     for model in ({"config": str(folder / "config.json")}, {"graph": str(folder / "model.json")}):
-        rest = {"parallel": {"dp": ep, "ep": ep}, "schedule": {"microbatches": 4}, "cluster": {"gpu": "h100-sxm"}}
+        rest = {"parallel": parallel, "schedule": {"microbatches": 4}, "cluster": {"gpu": "h100-sxm"}}
         p = predict(load_job({"model": {**model, "seq_len": LENGTH}, **rest}))
-        found.append((p.iteration_s, p.to_dict()["mfu"] * p.iteration_s))
-    (a, config_flops), (b, flops) = found
-    return a, b, flops / config_flops
+        told = p.to_dict()
+        peak = max(told["memory"]["peak_allocated_bytes"].values())
+        found.append(Account(p.iteration_s, told["mfu"] * p.iteration_s, peak))
+    config, captured = found
+    return config, captured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.captured", description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("presets", nargs="*", metavar="PRESET", help="default: one of each model_type")
-    asked = parser.parse_args(argv).presets
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer")
+    args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     known = [n for n in presets() if not n.startswith(("tiny", "piper", "mpt"))]  # MPT's class refuses its own numbers
     kinds = {str(raw_config(n)["model_type"]): n for n in reversed(known)}
     gaps = []
-    for name in asked or sorted(kinds.values()):
+    for name in args.presets or sorted(kinds.values()):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                a, b, flops = compared(shortened(raw_config(name)), Path(folder))
+                a, b = compared(shortened(raw_config(name)), Path(folder), args.tp)
             except PiperError as error:
                 print(f"{name:18} refused: {error.message[:120]}", flush=True)
                 continue
-        gaps.append(abs(b / a - 1))
-        print(f"{name:18} {a * 1e3:8.1f} ms {b * 1e3:8.1f} ms {b / a - 1:+7.1%}   FLOPs {flops - 1:+.2%}", flush=True)
+        gaps.append(abs(b.seconds / a.seconds - 1))
+        took = f"{a.seconds * 1e3:8.1f} ms {b.seconds * 1e3:8.1f} ms {b.seconds / a.seconds - 1:+7.1%}"
+        print(f"{name:18} {took}   FLOPs {b.flops / a.flops - 1:+.2%}   peak {b.peak / a.peak - 1:+.1%}", flush=True)
     if gaps:
         near = sum(g <= 0.08 for g in gaps)
         print(f"{len(gaps)} compared: median {median(gaps):.1%}, {near} within 8 %, worst {max(gaps):.1%}")

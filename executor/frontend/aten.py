@@ -1,6 +1,7 @@
 """One aten call as the kernel it is: FLOPs by torch's formulas, bytes read and written, the shape of its product."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def kernel_of(
         q, k, v = [t for t in read if t.dim() == 4][packet.__name__.endswith("backward") :][:3]
         shape = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3])
         return Kernel(KernelKind.ATTENTION, ATTENTION[packet](*args, **kwargs), moved, dtype, shape, name)
+    if packet is _aten._grouped_mm:
+        return _grouped(read[0], read[1], moved, dtype, next(t.shape[0] for t in (*read[:2], *made) if t.dim() == 3))
     flops = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
     factors = [t for t in read if t.dim() >= 2][-2:]  # an addmm reads its bias first
     if len(factors) < 2 or not flops:
@@ -78,6 +81,27 @@ def kernel_of(
         shape = (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
         return Kernel(KernelKind.GROUPED_GEMM, flops, moved, dtype, shape, name)
     return Kernel(KernelKind.MEMORY, flops, moved, dtype, (), name)
+
+
+def _grouped(a: Tensor, b: Tensor, moved: int, dtype: DType, groups: int) -> Kernel:
+    """A product of groups as long as one another, of which torch counts no FLOPs: of rows, or of columns, with a matrix
+    each; of matrices, one by one; of rows among themselves, as for weights.
+
+    >>> x, w = torch.zeros(16, 8), torch.zeros(4, 8, 24)
+    >>> [_grouped(*both, 0, DType.BF16, 4).shape for both in ((x, w), (x.T, x), (w, w.mT), (w.mT, x.T))]
+    [(4, 4, 24, 8), (4, 8, 8, 4), (4, 8, 8, 24), (4, 24, 4, 8)]
+    """
+    k, many = a.shape[-1], gcd(groups, a.shape[0] if a.dim() == 2 else b.shape[-1])
+    match a.dim(), b.dim():
+        case 2, 2:
+            shape = (groups, a.shape[0], b.shape[1], -(-k // groups))
+        case 3, 3:
+            shape = (groups, a.shape[1], b.shape[2], k)
+        case 2, _:
+            shape = (many, a.shape[0] // many, b.shape[2], k)
+        case _:
+            shape = (many, a.shape[1], b.shape[1] // many, k)
+    return Kernel(KernelKind.GROUPED_GEMM, 2 * prod(shape), moved, dtype, shape, "grouped_mm")
 
 
 def rewritten(func: Any, args: Sequence[Any]) -> list[Tensor]:

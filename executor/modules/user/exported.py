@@ -90,19 +90,18 @@ def export_cut(
         attentions = share_tokens(root, _layers(graph, tags[SEAM], again)[0], some, again, region, length)
     widen_values(root)
     attend_to_all(root, attentions, region)
-    length //= region.divides
     at, layers = _layers(graph, tags[SEAM], made_again(module, graph))
     if not layers:
         raise _never_called(module, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
-    partly, between, words = frozenset[int](), NONE, None
+    partly, between = frozenset[int](), NONE
     if few is not None:
         between = share_between(root, at, pairs, made_again(module, graph), cut, region, inside)
+    words = keep_words(graph, region.tp.size)
     if region.tp.size > 1:
-        words = keep_words(graph, region.tp.size)
         partly = regions(root, at, made_again(module, graph), cut, region, between, words)
     idle = _idle(module, graph)
-    pack_seams(module, graph, at, (size, length))
+    pack_seams(module, graph, at, (size, length // region.divides))
     found = cut_at(module, root, graph, at, layers)
     return replace(found, partly=partly, idle=idle, loss=loss, some_words=words is not None)
 

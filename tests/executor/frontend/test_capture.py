@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from executor.frontend import capture
 from executor.frontend.measure import without_values
@@ -25,7 +26,8 @@ from ir.plan.text import plan_digest
 from ir.verify import check_plan
 from ir.workload import load_config
 from ir.workload.captured import load_captured
-from tests.executor.frontend.models import small_net
+from tests.executor.frontend.models import hub_classes, small_net
+from tests.executor.modules.hub import quiet
 
 JOB = """
 [model]
@@ -153,6 +155,29 @@ def test_products_of_a_users_module_are_counted_by_hand(tmp_path: Path) -> None:
     (mm,) = [k for k in parts["head"].passes.F.kernels if k.kind is KernelKind.GEMM]
     assert mm.shape == (t, small_net.VOCAB, w)
     assert parts["block"].output_bytes == 2 * t * w and parts["embed"].stash_bytes == 2 * t * w
+
+
+def test_grouped_products_of_experts_are_counted_by_hand() -> None:
+    """Of transformers' experts that no tag divides; torch itself counts no FLOPs of them."""
+    tokens, top_k, h, width, experts = 16, 2, 32, 48, 4
+
+    def build() -> nn.Module:
+        sizes = {**hub_classes.SIZES, "hidden_size": h, "intermediate_size": width, "num_hidden_layers": 1}
+        kind = {"num_local_experts": experts, "num_experts_per_tok": top_k, "_experts_implementation": "grouped_mm"}
+        return hub_classes._made("MixtralForCausalLM", "MixtralConfig", {**sizes, **kind})
+
+    with quiet():
+        found = capture.capture(build(), batch=(1, tokens), tags={"PP": "model.layers.*"})
+    passes = found["parts"]["block"]["passes"]
+    rows = tokens * top_k
+    for name, gated, back in (
+        ("F", [experts, rows // experts, 2 * width, h], [experts, rows // experts, h, width]),
+        ("I", [experts, rows // experts, h, 2 * width], [experts, rows // experts, width, h]),
+        ("W", [experts, 2 * width, h, rows // experts], [experts, h, width, rows // experts]),
+    ):
+        grouped = [k for k in passes[name]["kernels"] if k["kind"] == "grouped_gemm"]
+        assert sorted(k["shape"] for k in grouped) == sorted([gated, back]), name
+        assert sum(k["flops"] for k in grouped) == 2 * rows * h * 3 * width, name
 
 
 def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -79,16 +79,22 @@ def regions(
                         gathers.append(entry)
                 node.replace_input_with(read, entry)
     gather_again(root, at, gathers, cut, region)
-    for node in graph.nodes:
-        if node.target in ENDS:
-            dim, repeats, _ = between.get(node, (-2, 1, None))
-            here = region if node in between else everywhere
-            node.target, node.args = along(of_region(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
+    _end(graph, between, region)
     if (both := partly & wholly) and not region.sequence:
         named = next(n for n, p in root.named_parameters() if id(p) in both)
         message = f"{named} is read inside and outside of what tp divides"
         raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed="one of them")
     return frozenset(partly - {*cut})
+
+
+def _end(graph: fx.Graph, between: Between, region: RankRegion) -> None:
+    """Make the marks of a graph this rank's ends of its regions."""
+    everywhere = replace(region, sequence=False)
+    for node in graph.nodes:
+        if node.target in ENDS:
+            dim, repeats, _ = between.get(node, (-2, 1, None))
+            here = region if node in between else everywhere
+            node.target, node.args = along(of_region(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
 
 
 def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> Divided:
