@@ -40,6 +40,25 @@ class DirectiveFile:
     mbs: int | None
     experts: int | None = None
 
+    @property
+    def rank_of_stage(self) -> tuple[int, ...] | None:
+        """The pipeline rank of each stage; of a stage in several places (DualPipe's directions), the first place's.
+
+        None where places name devices: such files, UW's, name each stage's experts, so that none may go without a
+        layer, as an outer stage may where ranks are evened out.
+
+        >>> ends = [{"op": "place", "filter": {"PP": s}, "group": g} for s, g in enumerate((0, 1, 1, 0))]
+        >>> parse_strategy(ends).rank_of_stage
+        (0, 1, 1, 0)
+        """
+        if self.replicas is not None:
+            return None
+        homes: dict[int, int] = {}
+        for place in (d for d in self.directives if isinstance(d, PlaceDirective)):
+            for stage in _named(place) or (0,):
+                homes.setdefault(stage, place.group)
+        return tuple(homes[stage] for stage in range(self.stages))
+
 
 def load_strategy(path: str | Path) -> DirectiveFile:
     """Read a strategy file. Raises PiperError (io, directive) naming the file and the directive's index."""

@@ -152,7 +152,7 @@ def prepare(
         check_nodes(3 * sum(len(c.parts) for c in chunks), mbs)
         weigh = chunk_cost(source) if chunk_cost else lambda c: float(model.flops(c, shape, precision))
         # One direction's placement: in DualPipe each direction is a pipeline of its own, as fast as its dearest stage.
-        ranks = made.placements[0].rank_of_stage if isinstance(made, Schedule) else None
+        ranks = (made.placements[0] if isinstance(made, Schedule) else made).rank_of_stage
         if job.schedule.layout is not None:
             stages = laid_out(chunks, _layout(job, made.stages))
         else:

@@ -7,7 +7,7 @@ import pytest
 
 from ir.directives import OrderDirective, PlaceDirective, ReplicateDirective, ShardDirective, SplitDirective
 from ir.directives.load import DirectiveFile, load_strategy, parse_strategy
-from ir.job.build import prepare
+from ir.job.build import directives_json, prepare
 from ir.job.load import job_from
 from ir.plan.plan import OpKind, Plan
 from tests.ir.directives.strategies import (
@@ -175,3 +175,13 @@ def test_a_strategy_parses_back_from_its_own_json(tmp_path: Path) -> None:
             made = d.json()
             again += made if isinstance(made, list) else [made]
         assert isinstance(parse_strategy(again), DirectiveFile) and parse_strategy(again).directives == found.directives
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "dualpipe", "dualpipev"])
+def test_a_job_s_own_directives_place_its_layers_as_it_does(tmp_path: Path, name: str) -> None:
+    model = {"config": "tiny-llama", "seq_len": 64, "num_hidden_layers": 9, "vocab_size": 1024}
+    sections = {"model": model, "parallel": {"pp": 2, "zero": 0}}
+    named = prepare(job_from({**sections, "schedule": {"name": name, "microbatches": 4}}))
+    file = write(tmp_path, directives_json(named.strategy))
+    given = prepare(job_from({**sections, "schedule": {"directives": str(file)}}))
+    assert given.layers == named.layers and given.strategy == named.strategy
