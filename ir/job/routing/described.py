@@ -14,13 +14,14 @@ from ir.job.routing.recorded import read_counts
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 
 MOST_STRENGTH = 1e6
+MOST_EXPERTS = 100_000  # of a layer, each of which is ranked and counted by itself; half a second
 
 
 def check_routing(job: Job, config: ModelConfig) -> None:
     """Refuse `[routing]` keys that contradict each other or the model.
 
     Raises PiperError (job): a file without kind = "file" or the other way round, a strength out of range, uneven
-    or forced routing of a model without experts, uneven routing of products that are not grouped.
+    or forced routing of a model without experts, uneven routing of too many or of products that are not grouped.
     """
     r = job.routing
     if r.kind == "file" and r.file is None:
@@ -39,6 +40,9 @@ def check_routing(job: Job, config: ModelConfig) -> None:
         raise _bad(job, "forced", f"nothing to force: no layer of {config.source} has experts", "false", "leave it out")
     if r.kind != "balanced" and config.moe is None:
         raise _bad(job, "kind", f"{r.kind!r}, but no layer of {config.source} has experts", "balanced", "leave it out")
+    if r.kind != "balanced" and config.moe is not None and config.moe.experts > MOST_EXPERTS:
+        message = f"{config.moe.experts} experts are too many to be counted one by one"
+        raise _bad(job, "kind", message, f"balanced, or at most {MOST_EXPERTS} experts", 'routing.kind = "balanced"')
     if r.kind != "balanced" and not job.costs.grouped_gemm:
         message = "experts that run one after the other are priced with equal rows"
         raise _bad(job, "kind", message, "balanced, or costs.grouped_gemm = true", "leave costs.grouped_gemm out")

@@ -14,6 +14,7 @@ from ir.job.routing import ExpertCounts, check_routing
 from ir.job.routing.described import hot, ranking, spread, zipf
 from ir.job.routing.recorded import FORM
 from ir.job.schema import JobRouting as RoutingKeys
+from piper_sim import load_job, predict
 from piper_sim.pricing.routing import routing_of
 from tests.piper_sim.pricing.routed import HW, job, made, routing
 
@@ -214,6 +215,18 @@ def test_a_model_without_experts_has_no_routing() -> None:
     with pytest.raises(PiperError, match="no layer of tiny-llama has experts"):
         check_routing(job(routing={"kind": "zipf"}), prepared.config)
     check_routing(job(), prepared.config)
+
+
+def test_more_experts_than_are_counted_one_by_one_are_refused_where_routing_is_uneven() -> None:
+    model = {"config": "tiny-moe", "seq_len": 64, "num_experts": 2**31}  # a typo, which took all memory
+    assert predict(load_job({"model": model})).iteration_s > 0
+    with pytest.raises(PiperError) as e:
+        predict(load_job({"model": model, "routing": {"kind": "zipf"}}))
+    assert (e.value.kind, e.value.key, e.value.suggestion) == (
+        ErrorKind.JOB,
+        "routing.kind",
+        'routing.kind = "balanced"',
+    )
 
 
 def test_too_many_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
