@@ -12,7 +12,7 @@ from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import FileErrors, check_plain, read_toml, typed
 from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection, own_keys
 from ir.job.table import toml_value
-from ir.schedules.registry import canonical
+from ir.schedules.registry import NAMES, canonical
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
@@ -224,6 +224,8 @@ def _value(key: str, values: Sequence[object], i: int, form: FileErrors) -> obje
     """The i-th of a list as its section holds it. A fix of it is the list with it mended."""
     try:
         value = getattr(typed({key: values[i]}, _SECTIONS[KEYS[key]], form, None, "search"), key)
+        if key == "name" and value is None:
+            raise form.wrong("no name", None, "", ", ".join(NAMES), NAMES[0])
         if key == "name":
             return scheduled(value, "search.name")
         if key == "layers" and isinstance(value, str) and value not in _LAYERS:

@@ -183,3 +183,8 @@ def test_every_error_names_the_file() -> None:
     with pytest.raises(PiperError) as found:
         job_from({"model": {"config": "x"}, "parallel": {"ordr": 1}}, file="there.toml")
     assert (found.value.file, found.value.suggestion) == ("there.toml", "parallel.order")
+
+
+def test_a_list_of_schedules_to_try_has_names_alone() -> None:
+    e = refused({**TINY, "search": {"name": ["zbv", None]}})  # of a dictionary: TOML has no null
+    assert (e.kind, e.key, e.suggestion) == (ErrorKind.JOB, "search.name", 'name = ["zbv", "gpipe"]')
