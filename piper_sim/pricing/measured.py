@@ -32,19 +32,21 @@ Price = Callable[[RankSpread], float]  # modelled seconds of a message in a grou
 def classes_of(graph: Graph, job: Job) -> list[NodeClass]:
     """Every node with the class and the sizes that a profile has it by.
 
-    A graph's updates are AdamW's that clip; no plan depends on the optimizer. What another one does, or the host, is a
-    class of its own.
+    A graph's updates are AdamW's that clip, or Muon's, whose matrices tell its class; else no plan depends on the
+    optimizer. What SGD does, or the host, is a class of its own. Muon's has no sizes: of as many elements, other
+    matrices take another time, and AdamW a small part of it.
     """
     o = job.optimizer
     own = [*([o.name] if o.name == "sgd" else []), *(["unclipped"] if o.clip_norm == 0 else [])]
     word = " ".join([*own, *([f"{o.offload} on the host"] if o.offload else [])])
     named = zip(graph.nodes, node_classes(graph), op_shapes(graph), strict=True)
-    return [_updated(x, word) if x[0].kind is PerStepOp.UPDATE and word else x for x in named]
+    return [_updated(x, word) if x[0].kind is PerStepOp.UPDATE else x for x in named]
 
 
 def _updated(found: NodeClass, word: str) -> NodeClass:
     n, name, shape = found
-    return n, f"{name} {word}", shape and replace(shape, family=f"{shape.family} {word}")
+    sized = replace(shape, family=f"{shape.family} {word}".rstrip()) if shape and not n.matrices else None
+    return n, f"{name} {word}".rstrip(), sized
 
 
 def reclassed(graph: Graph, job: Job, found: Mapping[str, T]) -> dict[str, T]:

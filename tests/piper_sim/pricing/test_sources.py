@@ -95,6 +95,17 @@ def test_an_update_that_does_something_else_was_not_measured(change: str) -> Non
     assert model_of(there, everything(there, 1e-3)).measured.node(update) is not None
 
 
+@pytest.mark.parametrize(("measured", "asked"), [("adamw", "muon"), ("muon", "adamw")])
+def test_an_update_of_matrices_is_not_one_of_as_many_elements(measured: str, asked: str) -> None:
+    here, there = (prepared_of(f'optimizer.name="{name}"') for name in (measured, asked))
+    found = {c: OpEntry(MeasuredCost(1e-3, 0.0, 9), shape=s) for _, c, s in classes_of(here.plan().graph, here.job)}
+    profile = Profile.of(MACHINE, found)
+    update = next(n for n in there.plan().graph.nodes if n.kind is PerStepOp.UPDATE)
+    assert model_of(there, profile).measured.node(update) is None
+    update = next(n for n in here.plan().graph.nodes if n.kind is PerStepOp.UPDATE)
+    assert model_of(here, profile).measured.node(update) is not None
+
+
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
