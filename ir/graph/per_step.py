@@ -40,7 +40,7 @@ class _Once:
         assert graph.source is not None and graph.mesh is not None
         self.graph, self.found, self.ranks = graph, found, graph.mesh.ranks
         self.nodes, self.edges = list(graph.nodes), list(graph.edges)
-        self.reduce_bytes, self.gather_bytes = graph.source.sync_bytes()
+        self.reduce_bytes, self.gather_bytes = graph.source.sync_bytes(whole=True)
         self.ready: dict[int, list[int]] = defaultdict(list)
 
     def _add(self, stage: int, kind: PerStepOp, part: str, groups: Iterable[int], **more: Any) -> int:

@@ -143,7 +143,7 @@ def _check_gathers(graph: Graph, h: HeldShards, t: StepTail) -> None:
 def _check_message(graph: Graph, n: GraphNode, want: _WantedSum, way: int) -> None:
     """way: 0 for gradients, 1 for weights. Shares travel, or all of it, padded to equal shares."""
     assert graph.source is not None
-    m, size, kind = n.message, want.numel * graph.source.sync_bytes()[way], _COMM[want.kind]
+    m, size, kind = n.message, want.numel * graph.source.sync_bytes(whole=True)[way], _COMM[want.kind]
     if n.groups != want.groups:
         raise illegal(f"{n.text()} is over groups {list(n.groups)}, but {n.bucket} is on {list(want.groups)}")
     if m is None or m.kind is not kind or set(m.axes) != want.axes or m.bytes != size:

@@ -224,9 +224,9 @@ class CapturedModelWork:
             x.back_bytes,
         )
 
-    def sync_bytes(self) -> tuple[int, int]:
+    def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""
-        return self.precision.reduce.bytes, self.precision.gather.bytes
+        return self.precision.sync_bytes(whole)
 
 
 def load_captured(path: str | Path) -> CapturedModel:

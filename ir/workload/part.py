@@ -220,8 +220,8 @@ class ModelWork(Protocol):
         """What passes between a router and its experts."""
         ...
 
-    def sync_bytes(self) -> tuple[int, int]:
-        """Bytes of one element in gradient reductions and in parameter gathers."""
+    def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
+        """Bytes of one element in gradient reductions and in parameter gathers; whole: of those kept whole."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 
@@ -46,7 +46,9 @@ class MicrobatchShape:
 @dataclass(frozen=True, slots=True)
 class ModelPrecision:
     """Number formats. compute: of matrix products; dispatch, combine: of tokens on their way to and from experts;
-    optimizer: of moments and master weights; gather, reduce: of parameters and gradients between replicas.
+    optimizer: of moments and master weights; gather, reduce: of parameters and gradients between replicas. updated: of
+    parameters that replicas keep whole and an update of others' sends them (ZeRO-1 and 2); left out, as gathered. No
+    kernel feels it, so that a profile's classes do not name it.
     """
 
     compute: DType = DType.BF16
@@ -57,6 +59,7 @@ class ModelPrecision:
     optimizer: DType = DType.FP32
     gather: DType = DType.BF16
     reduce: DType = DType.FP32
+    updated: DType | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, compute: DType) -> ModelPrecision:
@@ -68,6 +71,14 @@ class ModelPrecision:
         wide = _activations(compute)
         grads = wide if wide in (DType.FP32, DType.FP64) else DType.FP32
         return cls(compute, wide, wide, wide, grads, grads, wide, grads)
+
+    def sync_bytes(self, whole: bool) -> tuple[int, int]:
+        """Bytes per element of reductions and gathers; whole: of parameters that replicas keep so.
+
+        >>> ModelPrecision(params=DType.FP32, updated=DType.FP32).sync_bytes(whole=True)
+        (4, 4)
+        """
+        return self.reduce.bytes, (self.updated if whole and self.updated else self.gather).bytes
 
     @property
     def activations(self) -> DType:

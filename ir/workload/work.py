@@ -112,6 +112,6 @@ class ConfigModelWork:
         """What passes between a router and its experts."""
         return dispatch_bytes(self.config, experts.layout, self.shape, self.precision)
 
-    def sync_bytes(self) -> tuple[int, int]:
+    def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""
-        return self.precision.reduce.bytes, self.precision.gather.bytes
+        return self.precision.sync_bytes(whole)

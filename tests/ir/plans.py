@@ -58,7 +58,7 @@ class InventedSource:
         dispatch, combine = (Message(MessageKind.ALL_TO_ALL, n, ("ep",), 2) for n in (640, 320))
         return ExpertMessages(counts, dispatch, combine, 641, 642)
 
-    def sync_bytes(self) -> tuple[int, int]:
+    def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         return 4, 2
 
 

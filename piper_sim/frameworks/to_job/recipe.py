@@ -95,7 +95,9 @@ def formats(d: JobDraft, f: Facts) -> None:
     grads = grads or (None if f.get("pp", 1) > 1 and d.job["parallel"].get("zero") else own)  # whole ones are in reduce
     d.put("precision", compute=compute, params=params, grads=grads, reduce=f.get("reduce"))
     moments = f.get("optimizer_dtype") or own
-    d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else None)
+    # FSDP gathers what it computes in, whatever its shards have; a job's weights that are kept whole come as they are.
+    cast = compute if params == "fp32" and d.job.get("parallel", {}).get("zero") in (1, 2) else None
+    d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else cast)
     d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
     wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
     d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")

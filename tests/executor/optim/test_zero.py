@@ -155,6 +155,13 @@ def test_weights_travel_and_are_read_in_the_format_that_the_plan_says(sets: tupl
         assert np.abs(mine[name] - grad).max() <= rounding * np.abs(grad).max(), name
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_weights_that_ranks_keep_whole_come_back_as_they_are_kept(zero: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        ran, found = _traffic(patch, *THREE, f"parallel.zero={zero}")
+    assert all(traffic == _expected(ran.plan, rank) for rank, traffic in enumerate(found))
+
+
 @pytest.mark.parametrize(("sets", "allowed"), [(("parallel.zero=1",), "fp32"), (("precision.gather=fp16",), "bf16")])
 def test_a_format_that_weights_do_not_travel_in_is_refused(sets: tuple[str, ...], allowed: str) -> None:
     with pytest.raises(PiperError) as refused:

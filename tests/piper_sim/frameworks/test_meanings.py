@@ -126,6 +126,7 @@ def test_torchs_pipelining_keeps_whole_gradients_and_reduces_them_once(tmp_path:
     flat = imported(tmp_path, text.replace("degree = 4", "degree = 1"), "t.toml").job
     assert flat["parallel"] == {"zero": 2 if reshard == "never" else 3}
     assert flat["precision"]["params"] == "fp32" and "grads" not in flat["precision"]
+    assert flat["precision"].get("gather") == ("bf16" if reshard == "never" else None), "FSDP casts, then gathers"
 
 
 # torchtitan/distributed/pipeline_parallel.py: stages are ⌈(layers + 1 + 1) / layers_per_stage⌉, a multiple of the ranks
