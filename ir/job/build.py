@@ -220,13 +220,15 @@ def _batched(s: JobSchedule, dp: int) -> JobSchedule:
 
 def precision_of(job: Job) -> ModelPrecision:
     """The number formats; those left out are the usual companions of `compute`. Parameters that are kept whole come
-    back from an update as they are kept, unless `gather` says otherwise.
+    back from an update as they are kept, and compiled code reads no others, unless `gather` says otherwise.
     """
     given = job.precision
     base = ModelPrecision.of(DType(given.compute))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
     made = replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
-    return made if given.gather is not None or made.params is made.gather else replace(made, updated=made.params)
+    if given.gather is not None or made.params is made.gather:
+        return made
+    return replace(made, gather=made.params) if job.run.compile else replace(made, updated=made.params)
 
 
 def _muon(job: Job, captured: CapturedModel | None) -> MuonOptimizer | None:

@@ -280,7 +280,7 @@ class JobRun:
 class JobPrecision:
     """Number formats by name. Left out, params, gather, dispatch and combine follow `compute` (bf16 where that is fp8);
     grads, optimizer and reduce are fp32 (fp64 where that is). Gradients travel in reduce, whatever grads says. Of ZeRO
-    1 and 2, whose ranks keep weights whole, gather follows params.
+    1 and 2, whose ranks keep weights whole, and of compiled code gather follows params.
     """
 
     compute: NumberFormat = "bf16"

@@ -15,6 +15,7 @@ import pytest
 from executor.launch import run as cli
 from executor.launch.launch import launch
 from executor.launch.watch.verdict import RankFailed
+from executor.modules.choose import gathered_format
 from executor.parallel.collective import Collective
 from executor.runtime.given import given_text
 from ir.core.errors import PiperError
@@ -153,6 +154,13 @@ def test_weights_travel_and_are_read_in_the_format_that_the_plan_says(sets: tupl
     for name, grad in theirs.items():  # a norm's weight gets its gradient in the format that it is read in
         rounding = 2**-8 if gather == "bf16" and "norm" in name else 1e-6
         assert np.abs(mine[name] - grad).max() <= rounding * np.abs(grad).max(), name
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_plans_gather_what_is_read_where_code_is_compiled_too(compiled: str, tmp_path: Path) -> None:
+    prepared, plan = judged(tmp_path, *THREE, f"run.compile={compiled}")
+    assert plan.graph.source is not None
+    assert plan.graph.source.sync_bytes()[1] == gathered_format(prepared).bytes
 
 
 @pytest.mark.parametrize("zero", [1, 2])
