@@ -111,12 +111,14 @@ _OF_OPS = ("peak_TFLOPs", "hbm_GBps", "sms", "power_W", "gemm", "attention", "me
 
 
 def as_measured(p: PlannedJob) -> list[str]:
-    """Keys of `[cluster]` that are to change seconds, and do not change those that a profile has."""
-    profile = p.model.measured.profile
+    """Keys of `[cluster]` and `[costs]` that are to change seconds, and do not change those that a profile has."""
+    profile, costs = p.model.measured.profile, p.prepared.job.costs
     if profile is None:
         return []
     of = (_OF_LINKS if profile.links else ()) + (_OF_OPS if profile.ops else ())
     keys = [f"cluster.{k}" for k in p.prepared.job.cluster.overrides if k.startswith(of)]
+    chosen = {"deterministic": costs.deterministic, "portable_attention": costs.portable_attention is not None}
+    keys += [f"costs.{k}" for k, said in chosen.items() if said and profile.ops]  # which kernels run is no op's class
     out = [f"{', '.join(keys)}: what costs.profile has measured stays as it was measured"] if keys else []
     if p.model.measured.every_copy and p.model.fabric.deduplicate and p.prepared.mesh.sizes["ep"] > 1:
         whose = "costs.profile's all-to-alls send every copy of a token, the job's dispatcher one per node"

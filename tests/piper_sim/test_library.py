@@ -9,7 +9,7 @@ import pytest
 
 import piper_sim
 from cost_models.profile.file import profile_text
-from cost_models.profile.profile import MeasuredCost, Profile, ProfileMachine
+from cost_models.profile.profile import MeasuredCost, OpEntry, Profile, ProfileMachine
 from piper_sim.app.cli import main
 
 TABLE: dict[str, Any] = {
@@ -203,6 +203,17 @@ def test_what_was_measured_does_not_change_with_the_cluster_s_keys_and_says_so(t
         assert ("links x 2" in asked) == (not profile.links) and "transfers free" in asked
         asked = {w.name for w in piper_sim.explain(piper_sim.load_job(table)).what_ifs}
         assert ("links as usual" in asked) == (not profile.links)
+
+
+@pytest.mark.parametrize("key", ["deterministic", "portable_attention"])
+def test_which_kernels_run_changes_nothing_that_was_measured_and_says_so(key: str, tmp_path: Any) -> None:
+    machine = ProfileMachine("Xeon", 2, "NVIDIA H100 80GB HBM3", 1, {}, "2026-01-01T00:00:00Z")
+    timed = {"F/attn 0": OpEntry(MeasuredCost(1e-3, 0.0, 9))}
+    for ops in ({}, timed):
+        (tmp_path / "p.json").write_text(profile_text(Profile.of(machine, ops)))
+        costs = {"profile": str(tmp_path / "p.json"), key: True}
+        found = piper_sim.predict(piper_sim.load_job({**TABLE, "costs": costs})).to_dict()["warnings"]
+        assert found == ([f"costs.{key}: what costs.profile has measured stays as it was measured"] if ops else [])
 
 
 @pytest.mark.parametrize("given", [None, 3, "job.toml", TABLE, [TABLE]])
