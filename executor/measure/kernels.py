@@ -26,11 +26,14 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class KernelSample:
-    """A kernel to be timed. adds: its result is added to a sum of gradients; update: of so many elements instead."""
+    """A kernel to be timed. adds: its result is added to a sum of gradients; update: of so many elements instead,
+    beside `others` whose sums are cleared, too.
+    """
 
     kernel: Kernel | None
     adds: bool = False
     update: int = 0
+    others: int = 0
 
 
 resolve_types(KernelSample)
@@ -48,7 +51,7 @@ def recipes(plan: Plan) -> tuple[list[KernelSample], dict[str, Recipe]]:
 
 
 def _pieces(n: GraphNode) -> list[tuple[KernelSample, int]]:
-    first = [(KernelSample(None, update=n.numel), 1)] if n.kind is PerStepOp.UPDATE and n.numel else []
+    first = [(KernelSample(None, update=n.numel, others=n.others), 1)] if n.kind is PerStepOp.UPDATE and n.numel else []
     products = (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
     return first + [  # an update's own: matrices that are orthogonalised
         (KernelSample(replace(k, count=1, label=_label(k)), adds=n.kind is Pass.W and k.kind in products), k.count)
@@ -86,7 +89,7 @@ def piece_samples(
     out: Samples = {}
     for index, piece in pieces:
         note(f"kernel {index}")
-        run = _update(prepared, piece.update, device) if piece.kernel is None else runner(piece, prepared, device)
+        run = _update(prepared, piece, device) if piece.kernel is None else runner(piece, prepared, device)
         if run is not None:
             out[str(index)] = [watch(run) for _ in range(WARM_UP + repeats)][WARM_UP:]
         del run
@@ -147,15 +150,16 @@ def _attention(k: Kernel, made: Callable[..., torch.Tensor]) -> Run:
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def _update(prepared: PreparedJob, numel: int, device: torch.device) -> Run:
+def _update(prepared: PreparedJob, piece: KernelSample, device: torch.device) -> Run:
     """One optimizer step on so many elements, gradients cleared and their norm taken, as a rank does it."""
-    job, precision = prepared.job, precision_of(prepared.job)
+    job, precision, numel = prepared.job, precision_of(prepared.job), piece.update
     weights = torch.zeros(numel, dtype=TORCH[precision.params], device=device)
-    grads = {"w": torch.zeros(numel, dtype=TORCH[precision.grads], device=device)}
+    sums = torch.zeros(numel + piece.others, dtype=TORCH[precision.grads], device=device)
+    grads = {"w": sums[:numel]}
     optimizer = Optimizer(job.optimizer, {"w": weights}, TORCH[precision.optimizer])
 
     def run() -> None:
-        grads["w"].zero_()
+        sums.zero_()
         scale: float | torch.Tensor = 1.0
         if job.optimizer.clip_norm:
             norm = global_norm(square_sums(grads, ["w"], device), ahead=device.type != "cpu")

@@ -62,8 +62,9 @@ class MicrobatchSpan(Struct, frozen=True):
 class GraphNode(Struct, frozen=True):
     """One piece of work of one stage, for every microbatch of its spans. Its text is its identity: `2F/l7.attn`.
 
-    numel: of an update, the elements it updates on one device; matrices: of these, those of hidden matrices. bucket: of
-    what is once per step, the `Bucket.key` of what it reduces or gathers.
+    numel: of an update, the elements it updates on one device; matrices: of these, those of hidden matrices; others:
+    those that other ranks update, and whose gradients are summed here, too (ZeRO-1). bucket: of what is once per step,
+    the `Bucket.key` of what it reduces or gathers.
     """
 
     stage: int
@@ -80,6 +81,7 @@ class GraphNode(Struct, frozen=True):
     spans: tuple[MicrobatchSpan, ...] = ()
     bucket: str = ""
     matrices: int = 0
+    others: int = 0
 
     def text(self, mb: int | None = None) -> str:
         """Op text of one microbatch's instance.
@@ -106,12 +108,12 @@ class GraphNode(Struct, frozen=True):
     ) -> GraphNode:
         """The same node with work and buffers: what `replace` makes, in less time."""
         head = (self.stage, self.kind, self.part, self.stream, work, self.message, inline, writes, workspace)
-        return GraphNode(*head, self.numel, self.tags, self.spans, self.bucket, self.matrices)
+        return GraphNode(*head, self.numel, self.tags, self.spans, self.bucket, self.matrices, self.others)
 
     def at(self, spans: tuple[MicrobatchSpan, ...]) -> GraphNode:
         """The same node, placed so."""
         head = (self.stage, self.kind, self.part, self.stream, self.work, self.message, self.inline, self.writes)
-        return GraphNode(*head, self.workspace, self.numel, self.tags, spans, self.bucket, self.matrices)
+        return GraphNode(*head, self.workspace, self.numel, self.tags, spans, self.bucket, self.matrices, self.others)
 
 
 class GraphEdge(Struct, frozen=True):

@@ -96,7 +96,8 @@ class _Once:
                 least[s.group] = min(n.stage, least.get(s.group, n.stage))
         for p in programs:
             numel = sum(b.shard if b.replica.zero else b.numel for b in self.found if p in b.owners)
-            keys = dict(numel=numel, writes=_DONE, **self._matrices(p))
+            others = sum(b.numel - b.shard for b in self.found if p in b.owners and b.replica.zero == 1)
+            keys = dict(numel=numel, others=others, writes=_DONE, **self._matrices(p))
             update = self._add(least.get(p, 0), PerStepOp.UPDATE, f"p{p}", (p,), **keys)
             for src in dict.fromkeys(self.ready[p]):
                 self.edges.append(GraphEdge(src, update if norm is None else norm, 0, join=True))

@@ -123,6 +123,9 @@ def _check_update(n: GraphNode, own: Sequence[HeldShards]) -> None:
     numel, matrices = sum(m for m, _ in held), sum(m for m, whole in held if whole)
     if n.numel != numel:
         raise illegal(f"{n.text()} updates {n.numel} elements, not {numel}")
+    others = sum(h.bucket.numel - h.share for h in own if h.level == 1)
+    if n.others != others:
+        raise illegal(f"{n.text()} leaves {n.others} elements to others, not {others}")
     if n.matrices != matrices:
         raise illegal(f"{n.text()} orthogonalises {n.matrices} elements, not {matrices}")
 

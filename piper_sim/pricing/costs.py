@@ -205,7 +205,7 @@ class CostModel:
         """Seconds of one instance of a node, by share."""
         out = [0.0] * len(CostShare)
         if n.kind is PerStepOp.UPDATE:
-            kernels = (*self._update(n.numel, n.matrices), *n.work)
+            kernels = (*self._update(n), *n.work)
             out[CostShare.OPTIMIZER] = sum(map(self.kernel, kernels)) + self._offloaded(n.numel)
             out[CostShare.TP] = sum(self.message(message, (), seat) for message in n.inline)
         elif n.message is None:
@@ -245,8 +245,9 @@ class CostModel:
         """Seconds of the message that one instance of a node is; 0 for compute."""
         return 0.0 if n.message is None else self.message(n.message, joined(n), seat)
 
-    def _update(self, numel: int, matrices: int) -> list[Kernel]:
-        kernels = [zero_grads(numel, self.recipe), update(numel - matrices, self.recipe.others)]
+    def _update(self, n: GraphNode) -> list[Kernel]:
+        numel, matrices = n.numel, n.matrices
+        kernels = [zero_grads(numel + n.others, self.recipe), update(numel - matrices, self.recipe.others)]
         kernels += [update(matrices, self.recipe)] if matrices else []
         if self.job.optimizer.clip_norm > 0:
             kernels += [grad_norm(numel, self.recipe), clip(numel, self.recipe)]

@@ -32,7 +32,7 @@ def different_nodes(plan: Plan, named: bool) -> tuple[list[GraphNode], IntArray]
     """(nodes that differ in what they take, [node] which of them). named: all do, as they were measured by name."""
     # The very same work, as layers repeat.
     keys = [
-        i if named else (n.kind, id(n.work), id(n.inline), n.numel, n.matrices, n.message is None)
+        i if named else (n.kind, id(n.work), id(n.inline), n.numel, n.matrices, n.others, n.message is None)
         for i, n in enumerate(plan.graph.nodes)
     ]
     return _different(plan, keys)

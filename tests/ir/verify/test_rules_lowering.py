@@ -109,6 +109,11 @@ FAULTS: dict[str, tuple[Callable[[GraphNode], GraphNode | None], int, str]] = {
         1,
         "orthogonalises 8 elements, not 0",
     ),
+    "an update beside sums that nobody has": (
+        only(PerStepOp.UPDATE)(lambda n: anew(n, others=n.others + 8)),
+        1,
+        "elements to others, not",
+    ),
     "half a norm": (only(PerStepOp.NORM)(lambda n: anew(n, spans=n.spans[:1])), 1, "NORM is not one sum"),
 }
 

@@ -14,6 +14,7 @@ from ir.graph.graph import PerStepOp
 from ir.job import Job
 from ir.job.load import job_from
 from ir.plan.plan import OpKind, Plan
+from piper_sim.memory.timeline import state
 from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.structure import CostShare
@@ -195,3 +196,13 @@ def test_a_host_of_which_nothing_is_known_updates_nothing() -> None:
         predict(job(1.0))
     assert (e.value.key, e.value.suggestion) == ("optimizer.offload", "cluster.host_GBps = 40")
     assert predict(job(1.0, host_GBps=0.01)).iteration_s > predict(job(0.0)).iteration_s
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_every_gradient_that_a_rank_keeps_is_cleared_once_a_step(zero: int, name: str) -> None:
+    plan, _, model = priced(job(name, parallel={"zero": zero}))
+    for n in plan.graph.nodes:
+        if n.kind is PerStepOp.UPDATE:
+            cleared = sum(k.bytes for k in model._update(n) if k.label == "zero_grads")
+            assert cleared == state(plan, model.recipe)[n.groups[0]].gradients
