@@ -163,7 +163,6 @@ def test_people_get_a_timeline_and_a_line_per_step(capfd: pytest.CaptureFixture[
         (['model.quantization_config={quant_method="fp8"}'], [], "model", "stored in fp8"),
         (["precision.gather=bf16"], [], "job", "gather"),
         (["optimizer.no_decay=['*.wieght']"], [], "job", "no parameter is called '*.wieght'"),
-        (["run.compile=true", "parallel.tp=2", "parallel.pp=1"], [], "job", "tp = 2 inside of compiled code"),
         (["run.compile=true"], ["--racecheck"], "usage", "compiled code touches memory unseen"),
         (["run.eval_source=nothing.txt", "run.eval_every=1"], [], "io", "cannot read tokens"),
         (["data.source=nothing.txt"], [], "io", "cannot read tokens"),
