@@ -142,8 +142,8 @@ class PartCompiler:
                 fix = "run.compile = false"
                 raise PiperError(ErrorKind.MODEL, message, key="run.compile", suggestion=fix) from error
         scales = tuple(not isinstance(e, Tensor) for e in extras)
-        alone = {name: axis.alone() for name, axis in self.axes.items()}
-        part = CompiledPart(plan, self.made[key], weights, tuple(_constants(unit, weights).values()), scales, alone)
+        dry = {name: axis.unconnected() for name, axis in self.axes.items()}
+        part = CompiledPart(plan, self.made[key], weights, tuple(_constants(unit, weights).values()), scales, dry)
         trial = part.begin(lambda name, grad: None)  # what its code does when it is first called
         trial.input_grad(*(torch.zeros_like(out) for out in trial.forward(unit, *acts, extras=extras)))
         trial.weight_grad()

@@ -58,7 +58,7 @@ class RankAxis:
     def group(self) -> str:
         return group_name(self.axis, self.members)
 
-    def alone(self) -> RankAxis:
+    def unconnected(self) -> RankAxis:
         """The same without the others: nothing moves."""
         return RankAxis(self.size, self.index, self.axis)
 

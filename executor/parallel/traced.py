@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-ROWS = ("gather", "scatter")  # what makes a dim of ranks in front, and what takes it away
 IN_PLACE = ("sum", "largest")
 
 
@@ -75,8 +74,9 @@ def collective(x: Tensor, how: str, axis: str, size: int, number: int, after: Te
 
 @collective.register_fake
 def _shape(x: Tensor, how: str, axis: str, size: int, number: int, after: Tensor | None = None) -> Tensor:
-    there, away = ROWS
-    return x.new_empty((size, *x.shape) if how == there else x.shape[1:] if how == away else x.shape)
+    if how == "gather":
+        return x.new_empty(size, *x.shape)
+    return x.new_empty(x.shape[1:] if how == "scatter" else x.shape)
 
 
 @contextmanager

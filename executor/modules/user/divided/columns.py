@@ -6,8 +6,9 @@ gradient is found; the function keeps this rank's tokens, and gathers them again
 
 import operator
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from executor.modules.parallel import columns
 from executor.modules.user.annotate import At
@@ -25,10 +26,10 @@ def gather_again(
     """
     graph = root.graph
     for entry in entries:
-        linears = list(entry.users)
+        linears = list(entry.users)  # in the order in which they are called
         if not linears or not all(_is_cut(root, n, entry, cut) for n in linears):
             continue
-        first = min(linears, key=list(graph.nodes).index)
+        first = linears[0]
         with graph.inserting_before(first):
             given = [[_again(graph, n, place) for n in linears] for place in (1, 2)]
             made = graph.call_function(_columns_of(region), (entry.args[0], *given))
@@ -46,16 +47,14 @@ def _is_cut(root: fx.GraphModule, node: fx.Node, entry: fx.Node, cut: Collection
     """Whether it is a linear of this value, of trained weights that tp divides by their rows."""
     if node.target is not aten.linear.default or node.args[0] is not entry:
         return False
-    params = [_param(root, x) for x in node.args[1:] if x is not None]
-    return all(p is not None and p.requires_grad and id(p) in cut for p in params)
+    read = node.all_input_nodes[1:]
+    return all(x.op == "get_attr" and (p := held(root, x)).requires_grad and id(p) in cut for x in read)
 
 
-def _param(root: fx.GraphModule, node: object) -> nn.Parameter | None:
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
-        return None
+def held(root: fx.GraphModule, node: fx.Node) -> Any:
+    """The parameter or buffer that a get_attr node reads."""
     path, _, name = str(node.target).rpartition(".")
-    held = getattr(root.get_submodule(path), name)
-    return held if isinstance(held, nn.Parameter) else None
+    return getattr(root.get_submodule(path), name)
 
 
 def _again(graph: fx.Graph, linear: fx.Node, place: int) -> fx.Node | None:

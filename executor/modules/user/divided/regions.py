@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from executor.modules.parallel import Moved, enter, whole
 from executor.modules.user.annotate import At, chunk_of
-from executor.modules.user.divided.columns import gather_again
+from executor.modules.user.divided.columns import gather_again, held
 from executor.modules.user.divided.linears import ALLOWED, ENDS
 from executor.modules.user.divided.own_calls import own_mismatch
 from executor.modules.user.rewrites.own_functions import is_own
@@ -165,8 +165,8 @@ def apart_from(root: fx.GraphModule, cut: Collection[int]) -> set[fx.Node]:
     """What is made of these parameters, by id, and neither summed nor gathered since."""
     out: set[fx.Node] = set()
     for node in root.graph.nodes:
-        held = node.op == "get_attr" and id(_held(root, node)) in cut
-        if held or (node.op != "output" and node.target not in ENDS and any(i in out for i in node.all_input_nodes)):
+        is_cut = node.op == "get_attr" and id(held(root, node)) in cut
+        if is_cut or (node.op != "output" and node.target not in ENDS and any(i in out for i in node.all_input_nodes)):
             out.add(node)
     return out
 
@@ -179,15 +179,10 @@ def of_parameters_alone(root: fx.GraphModule, again: Collection[fx.Node]) -> dic
         if node.op == "placeholder" or any(i in tokens for i in node.all_input_nodes):
             tokens.add(node)
         elif node.op == "get_attr" and node not in again:
-            out[node] = frozenset([id(_held(root, node))])
+            out[node] = frozenset([id(held(root, node))])
         elif any(i in out for i in node.all_input_nodes) and all(i in out or i in again for i in node.all_input_nodes):
             out[node] = frozenset[int]().union(*(out.get(i, frozenset()) for i in node.all_input_nodes))
     return out
-
-
-def _held(root: fx.GraphModule, node: fx.Node) -> Any:
-    path, _, name = str(node.target).rpartition(".")
-    return getattr(root.get_submodule(path), name)
 
 
 def floating(value: object) -> bool:
