@@ -107,8 +107,9 @@ def each(x: Tensor, linears: Sequence[LinearLayer], region: RankRegion) -> list[
     """x through several linears that are cut by output."""
     if region.tp.size == 1:
         return [m(x) for m in linears]
-    flipped = linears[0].flipped
-    return columns(x, [m.weight for m in linears], [m.bias for m in linears], region, flipped=flipped)
+    weights = [formatted(m.weight, x) for m in linears]
+    biases = [None if m.bias is None else formatted(m.bias, x) for m in linears]
+    return columns(x, weights, biases, region, flipped=linears[0].flipped)
 
 
 class NormLayer(nn.Module):

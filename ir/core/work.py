@@ -51,6 +51,7 @@ Work = tuple[Kernel, ...]
 
 CAST = ".fp8"  # ends the label of a kernel that takes a tensor into fp8, out of it, or turns it there
 SORTS = ("permute", "unpermute", "unpermute_backward")  # labels of kernels that sort rows by expert, or back
+WEIGHTS_CAST = "weights.cast"  # label of the kernels that take weights into the format of products
 DROPOUT = ".dropout"  # ends the label of an attention kernel that draws dropout
 LOSS = "loss."  # begins the label of a kernel of the loss
 WEIGHT_GRAD = ".weight_grad"  # ends the label of a product that adds up a weight's gradient

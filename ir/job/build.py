@@ -14,6 +14,7 @@ from ir.core.mesh import Mesh
 from ir.core.work import DType
 from ir.directives import Directive, ReplicateDirective, ShardDirective, apply
 from ir.directives.load import DirectiveFile, load_strategy
+from ir.graph.casts import with_casts
 from ir.graph.graph import Graph
 from ir.graph.matrices import MuonOptimizer
 from ir.job.agree import agree, check_replicated, with_split
@@ -69,7 +70,7 @@ class PreparedJob:
         with blaming(self.job):
             graph = apply(self.base, self.strategy)
             check_replicated(graph)
-            return graph
+            return with_casts(graph)
 
     @property
     def structure(self) -> PlanStructure:

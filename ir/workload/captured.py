@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
-from ir.core.work import Kernel, KernelKind, Message, MessageKind, Work
+from ir.core.work import DType, Kernel, KernelKind, Message, MessageKind, Work
 from ir.workload.captured_file import CapturedChunk, CapturedLayerPart, CapturedModelFile, read_captured
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 from ir.workload.params import local_numel
@@ -227,6 +227,10 @@ class CapturedModelWork:
     def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""
         return self.precision.sync_bytes(whole)
+
+    def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:
+        """One: a module computes in its parameters' format."""
+        return self.model.found.dtype, self.model.found.dtype
 
 
 def load_captured(path: str | Path) -> CapturedModel:

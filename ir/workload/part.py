@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 from ir.core.ops import Pass
-from ir.core.work import Message, Work
+from ir.core.work import DType, Message, Work
 
 ENCODER = "encoder"  # as an input of a part: what the last layer of the encoder gives
 
@@ -222,6 +222,12 @@ class ModelWork(Protocol):
 
     def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         """Bytes of one element in gradient reductions and in parameter gathers; whole: of those kept whole."""
+        ...
+
+    def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:
+        """(the format that weights are there in, the one that products read, where that is another). gathered: of
+        weights that are gathered where they are read.
+        """
         ...
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.work import DType
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Chunk, ExpertMessages, Part, PartLayout, PartWork, PlacedPart
 from ir.workload.parts import ends, moe
@@ -115,3 +116,9 @@ class ConfigModelWork:
     def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         """Bytes per element of reductions and gathers."""
         return self.precision.sync_bytes(whole)
+
+    def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:
+        """That of weights, and of products: casts to fp8 are kernels beside each."""
+        p = self.precision
+        kept = p.gather if gathered else p.params
+        return kept, kept if p.compute is DType.FP8 else p.compute

@@ -9,10 +9,12 @@ import numpy as np
 
 from ir.core.order import BoolArray, IntArray
 from ir.core.waits import order_by
+from ir.graph.casts import cast_spans
 from ir.plan.plan import AT_START, CATEGORIES, OpKind, OpShape, Plan, covers_of, spread
 
 WORKSPACE = len(CATEGORIES)
 GRADIENTS = WORKSPACE + 1
+BUFFERS = CATEGORIES.index("buffers")
 COLUMNS = (*CATEGORIES, "workspace", "gradients")
 _NOTHING = OpShape(OpKind.SEND, "", "")
 
@@ -23,8 +25,8 @@ class MemoryEvents:
 
     Within each cover of each op: allocations, end of the workspace, frees. What is freed at an op's start (cover
     AT_START) stands before its first cover. request: a >= 0 makes an allocation, ~a frees it; they are numbered as the
-    plan's buffers, then the workspaces, then gradients that a step makes anew. running: behind an op's first frees.
-    node, mb: of each workspace. made: bytes of each gradient. cuts: of programs.
+    plan's buffers, then the workspaces, then gradients that a step makes anew, then copies of weights. running: behind
+    an op's first frees. node, mb: of each workspace. made: bytes of each gradient and copy. cuts: of programs.
     """
 
     op: IntArray
@@ -46,15 +48,20 @@ class MemoryEvents:
         at, cover, node, mb = _workspaces(plan)
         at, number = at * stride + 3 * (cover - AT_START), len(b) + np.arange(len(at))
         first, over, size = _first_made(plan, made, stride)
-        grads = len(b) + len(at) + np.arange(len(first))
-        key = np.concatenate([b.alloc * stride + 3 * (b.alloc_cover - AT_START), frees, at, at + 1, first, over])
+        begin, end, copied = _copies(plan, stride)
+        more = len(b) + len(at) + np.arange(len(first) + len(begin))
+        grads, copies = more[: len(first)], more[len(first) :]
+        alloc = b.alloc * stride + 3 * (b.alloc_cover - AT_START)
+        key = np.concatenate([alloc, frees, at, at + 1, first, over, begin, end])
         order = order_by(key)
-        none, kept = np.full(2 * len(at), WORKSPACE), np.full(2 * len(first), GRADIENTS)
-        column = np.concatenate([b.category, b.category[freed], none, kept])[order]
-        request = np.concatenate([np.arange(len(b)), ~freed, number, ~number, grads, ~grads])[order]
+        kinds = (np.full(2 * len(x), c) for x, c in ((at, WORKSPACE), (grads, GRADIENTS), (copies, BUFFERS)))
+        column = np.concatenate([b.category, b.category[freed], *kinds])[order]
+        pairs = (x for asked in (number, grads, copies) for x in (asked, ~asked))
+        request = np.concatenate([np.arange(len(b)), ~freed, *pairs])[order]
         key = key[order]
         op = key // stride
-        return cls(op, key - op * stride >= 3, column, request, node, mb, np.searchsorted(op, plan.bounds), size)
+        cuts, made_bytes = np.searchsorted(op, plan.bounds), np.append(size, copied)
+        return cls(op, key - op * stride >= 3, column, request, node, mb, cuts, made_bytes)
 
     def sizes(self, plan: Plan, workspace: IntArray | None = None, buffers: IntArray | None = None) -> IntArray:
         """[allocation] bytes, where given those of workspaces [node, microbatch] and of buffers, else the plan's."""
@@ -88,6 +95,20 @@ def _first_made(plan: Plan, made: IntArray | None, stride: int) -> tuple[IntArra
     _, first = np.unique(owner * len(made) + node, return_index=True)  # instances stand in dispatch order
     last = plan.bounds[1:][owner[first]] - 1
     return op[first] * stride + 3 * (cover[first] - AT_START), last * stride + stride - 1, made[node[first]]
+
+
+def _copies(plan: Plan, stride: int) -> tuple[IntArray, IntArray, IntArray]:
+    """(key of the allocation, key of the free, bytes) of every part's copies of its weights: from where a program's
+    first microbatch holds them to where none does."""
+    turns, part, size = cast_spans(plan.graph)
+    op, cover, node, _ = _instances(plan, turns != 0)
+    turn, key = turns[node], op * stride + 3 * (cover - AT_START)
+    group = plan.program[op] * len(size) + part[node]
+    by = np.lexsort((key, group))
+    turn, key, group = turn[by], key[by], group[by]
+    held = np.cumsum(turn)  # of its group: those before let go of all they held
+    begin, end = (turn > 0) & (held == 1), (turn < 0) & (held == 0)
+    return key[begin], key[end] + 2, size[group[begin] % max(len(size), 1)]
 
 
 def _workspaces(plan: Plan) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -61,6 +61,9 @@ class InventedSource:
     def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         return 4, 2
 
+    def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:
+        return DType.BF16, DType.BF16
+
 
 def moe_chunks(layers: int, tied: bool = False) -> list[Chunk]:
     """Embedding, layers of attention and experts, head."""

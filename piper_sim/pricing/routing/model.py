@@ -13,7 +13,7 @@ from cost_models import DeviceHardware, LinkFabric
 from cost_models import work_seconds as uniform_seconds
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
-from ir.core.work import Work
+from ir.core.work import WEIGHTS_CAST, Work
 from ir.graph.build import PartPasses
 from ir.graph.graph import Graph, GraphNode
 from ir.graph.recompute import RecomputedLayers
@@ -151,7 +151,8 @@ class ExpertRouting:
         if key not in self._known:
             t = self.template(node)
             usual = uniform_seconds(node.work, self.hardware)
-            seconds = work_seconds(t.once, t.twice, t.rows, d.loads, self.hardware)
+            casts = uniform_seconds(tuple(k for k in node.work if k.label == WEIGHTS_CAST), self.hardware)
+            seconds = casts + work_seconds(t.once, t.twice, t.rows, d.loads, self.hardware)
             self._known[key] = seconds / usual if usual > 0 else np.ones(len(d.loads))
         return self._known[key]
 
