@@ -43,6 +43,7 @@ def drawn(seed: int) -> Job:
     cluster = {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 4, "memory_margin_GiB": 0}
     cluster["hbm_GiB"] = r.choice([1.3, 2.1, 80.0])
     more = {"optimizer": {"clip_norm": r.choice([0.0, 1.0])}, "costs": {"interference": r.choice(["none", "pairwise"])}}
+    more["precision"] = r.choice([{}, {"params": "fp32"}])
     return load_job({"model": model, "cluster": cluster, "schedule": {"global_batch": 16}, "search": lists, **more})
 
 
@@ -62,7 +63,7 @@ def told(found: JobSearchResult) -> list[tuple[float, float]]:
     return [(p["iteration_s"], max(p["memory"]["device_peak_bytes"].values())) for p in found.pareto]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize("seed", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2, 3])
 def test_what_is_found_is_what_enumeration_finds(seed: int) -> None:
     job = drawn(seed)
     hardware = hardware_of(job)
