@@ -1,7 +1,8 @@
 """A checkpoint as the Hub has it: safetensors under the names that transformers saves, an index, and config.json."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,12 @@ def write_hub(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DTyp
     a value is missing. (usage): routers' corrections that are not where training took them from.
     """
     files, config = _files(manifest, TORCH[dtype].itemsize, most), _config(manifest, dtype)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if found := next(out.iterdir(), None):
-            message = f"{out} is not empty: {found.name} lies there"
-            raise PiperError(ErrorKind.IO, message, file=str(out), key="--hub", allowed="a new folder")
+    with new_folder(out, "--hub"):
         count = len(files)
         names = [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)] if count > 1 else [WHOLE]
         index, size = dict[str, str](), 0
         for name, params in zip(names, files, strict=True):
-            tensors = dict(_tensors(folder, manifest, params, TORCH[dtype]))
+            tensors = dict(stored(folder, manifest, params, TORCH[dtype]))
             tensors |= _buffers(manifest) if name == names[count - 1] else {}
             index |= dict.fromkeys(tensors, name)
             size += sum(t.nbytes for t in tensors.values())
@@ -50,9 +47,20 @@ def write_hub(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DTyp
         if config:
             _write(out / "config.json", config)
             names.append("config.json")
-    except OSError as error:
-        raise PiperError(ErrorKind.IO, f"cannot write: {error.strerror}", file=str(out), key="--hub") from error
     return names
+
+
+@contextmanager
+def new_folder(out: Path, key: str) -> Iterator[None]:
+    """A folder is made, and written to. Raises PiperError (io): it holds something, or cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if found := next(out.iterdir(), None):
+            message = f"{out} is not empty: {found.name} lies there"
+            raise PiperError(ErrorKind.IO, message, file=str(out), key=key, allowed="a new folder")
+        yield
+    except OSError as error:
+        raise PiperError(ErrorKind.IO, f"cannot write: {error.strerror}", file=str(out), key=key) from error
 
 
 def _files(manifest: CheckpointManifest, size: int, most: int) -> list[list[str]]:
@@ -68,9 +76,10 @@ def _files(manifest: CheckpointManifest, size: int, most: int) -> list[list[str]
     return out
 
 
-def _tensors(
-    folder: Path, manifest: CheckpointManifest, names: list[str], dtype: torch.dtype
+def stored(
+    folder: Path, manifest: CheckpointManifest, names: Iterable[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of these as files have it, one at a time; a module's own under their names."""
     reader, shapes, model = CheckpointReader(folder, manifest), manifest.training.shapes, manifest.training.model
     for name in names:
         value = reader.whole("weight", name).to(dtype)

@@ -6,13 +6,20 @@ measures all units of a model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from executor.autograd.split import SplitPass
 from executor.device.device import on_host
@@ -193,9 +200,16 @@ class _OneMode(FakeTensorMode):
         """What `build` makes."""
         self.building = True
         try:
-            return build()
+            with patch.object(torch, "asarray", partial(_with_values, torch.asarray)):
+                return build()
         finally:
             self.building = False
+
+
+def _with_values(asarray: Callable[..., Tensor], of: object, *args: Any, **kwargs: Any) -> Tensor:  # untyped
+    """`torch.asarray`, of a file's bytes as outside of the mode, where it knows storages: peft reads adapters so."""
+    with unset_fake_temporarily() if isinstance(of, torch.UntypedStorage) else nullcontext():
+        return asarray(of, *args, **kwargs)
 
 
 def survey(
