@@ -31,6 +31,8 @@ CASES = {
     "experts": "model.config=tiny-moe model.seq_len=128 model.hidden_size=64 schedule.microbatches=3",
     "peak where a gradient is cast": "parallel.pp=1 schedule.microbatches=1 model.seq_len=8",
 }
+QUICK = ("one microbatch", "W late", "tied", "made again", "tensor parallel", "ZeRO-2", "experts")
+CONTROLS = ("one microbatch", "W late", "tensor parallel", "two copies", "tied", "ZeRO-1")
 KINDS = ["parameters", "gradients", "optimizer", "activations", "buffers", "workspace"]
 
 
@@ -49,12 +51,12 @@ def _worse(sets: str) -> int:
     return max(abs(b - a) for a, b in zip(alike, cast, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_peaks_are_as_near_as_without_casts(name: str) -> None:
     assert _worse(CASES[name]) <= 40_000
 
 
-@pytest.mark.parametrize("name", ["one microbatch", "W late", "two copies", "tied", "tensor parallel", "ZeRO-1"])
+@pytest.mark.parametrize("name", [*CONTROLS[:3], *(pytest.param(n, marks=pytest.mark.slow) for n in CONTROLS[3:])])
 def test_copies_that_nobody_counts_are_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = cast_spans
     monkeypatch.setattr(events, "cast_spans", lambda graph: tuple(x * 0 for x in spans(graph)))
