@@ -211,6 +211,11 @@ def _check_chunks(f: CapturedModelFile, file: str) -> None:
             if shapes.setdefault(name, shape) != shape:
                 message = f"{cut(name)} has two shapes, {shapes[name]} and {shape}"
                 raise FORM.wrong(message, file, f"chunks[{i}].parameters", "one", FORM.fix)
+    every = [p for c in f.chunks for p in c.every]
+    trained = {name for p in every for name, _ in p.parameters}
+    if both := next((name for p in every for name, _ in p.frozen if name in trained), None):
+        message, allowed = f"{cut(both)} is trained, and frozen", "a name under parameters, or under frozen"
+        raise FORM.wrong(message, file, "chunks", allowed, FORM.fix)
 
 
 def _check_kernel(k: _Kernel, at: str, file: str) -> None:

@@ -212,6 +212,7 @@ BAD = {
     "no such part": (_set("chunks/1/part", "m"), "chunks[1].part", "unknown"),
     "a wrong shape": (_set("chunks/1/parameters/0/1", [2, -3]), "chunks[1].parameters", "out of range"),
     "two shapes": (_set("chunks/2/parameters/0/0", "w0"), "chunks[2].parameters", "two shapes"),
+    "trained and frozen": (_set("chunks/2/frozen", [["w0", [2, 3]]]), "chunks", "'w0' is trained, and frozen"),
     "layers out of order": (_set("chunks/2/name", "l5"), "chunks", "l0, l1"),
     "a missing pass": (_set("parts/l/passes/W", None), "parts.l.passes.W", "missing"),
 }
