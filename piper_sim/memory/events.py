@@ -102,13 +102,12 @@ def _copies(plan: Plan, stride: int) -> tuple[IntArray, IntArray, IntArray]:
     first microbatch holds them to where none does."""
     turns, part, size = cast_spans(plan.graph)
     op, cover, node, _ = _instances(plan, turns != 0)
-    turn, key = turns[node], op * stride + 3 * (cover - AT_START)
-    group = plan.program[op] * len(size) + part[node]
-    by = np.lexsort((key, group))
-    turn, key, group = turn[by], key[by], group[by]
-    held = np.cumsum(turn)  # of its group: those before let go of all they held
+    key = op * stride + 3 * (cover - AT_START)
+    by = np.lexsort((key, part[node]))
+    turn, key, of = turns[node][by], key[by], part[node][by]
+    held = np.cumsum(turn)  # of its part and program: those before let go of all they held
     begin, end = (turn > 0) & (held == 1), (turn < 0) & (held == 0)
-    return key[begin], key[end] + 2, size[group[begin] % max(len(size), 1)]
+    return key[begin], key[end] + 2, size[of[begin]]
 
 
 def _workspaces(plan: Plan) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -31,7 +31,10 @@ CASES = {
     "experts": "model.config=tiny-moe model.seq_len=128 model.hidden_size=64 schedule.microbatches=3",
     "peak where a gradient is cast": "parallel.pp=1 schedule.microbatches=1 model.seq_len=8",
 }
-QUICK = ("one microbatch", "W late", "tied", "made again", "tensor parallel", "ZeRO-2", "experts")
+QUICK = (
+    "one microbatch", "W late", "tied", "made again", "tensor parallel", "ZeRO-2", "experts",
+    "peak where a gradient is cast", "two copies",
+)  # fmt: skip
 CONTROLS = ("one microbatch", "W late", "tensor parallel", "two copies", "tied", "ZeRO-1")
 KINDS = ["parameters", "gradients", "optimizer", "activations", "buffers", "workspace"]
 

@@ -80,6 +80,18 @@ def test_what_runs_again_casts_again() -> None:
     assert {kind for kind, part in cast if part == "head.head"} == {Pass.F, Pass.W}
 
 
+def test_what_is_cast_one_by_one_takes_room_for_one() -> None:
+    """A forward that keeps nothing has one copy at a time; of a gradient both formats are there."""
+    largest = H * FFN
+    for recompute, copy in (("none", 0), ("full", 2 * largest)):
+        mixed, plain = (
+            {(n.kind, n.part): n.workspace for n in graph_of(p, recompute=recompute).nodes}
+            for p in (MIXED, {"compute": "bf16", "params": "bf16"})
+        )
+        more = {kind: mixed[kind, "l1.mlp"] - plain[kind, "l1.mlp"] for kind in (Pass.F, Pass.I, Pass.W)}
+        assert more == {Pass.F: copy, Pass.I: 0, Pass.W: 4 * largest}
+
+
 def test_layers_that_are_gathered_cast_nothing_beside_others() -> None:
     job = {"model": MODEL | SIZES, "parallel": {"pp": 1, "dp": 2, "zero": 1}, "precision": MIXED}
     prepared = prepare(job_from(job | {"schedule": {"microbatches": 2}}))
