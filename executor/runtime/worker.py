@@ -180,11 +180,12 @@ def _leave_word(folder: Path, rank: int, error: BaseException) -> int:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """What a rank that fails leaves to be read by whoever reports it."""
+    """What a rank that fails leaves to be read by whoever reports it. An error of ours says all of it itself."""
+    known, name = isinstance(error, PiperError), type(error).__name__
     return {
-        "type": type(error).__name__,
-        "message": str(error) or type(error).__name__,
-        "traceback": "".join(traceback.format_exception(error)),
+        "type": name,
+        "message": str(error) or name,
+        "traceback": "" if known else "".join(traceback.format_exception(error)),
         "witness": isinstance(error, TransportError),
         "peers": error.peers if isinstance(error, TransportError) else (),
         "kind": error.kind.value if isinstance(error, PiperError) else None,

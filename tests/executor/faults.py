@@ -20,6 +20,7 @@ from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportHandle
 from executor.transport.groups import GlooTransport
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.plan.plan import AT_START, Plan
 from tests.executor.launch.events import others_wait, until
@@ -131,6 +132,13 @@ def _at_last_w(kind: str, rank: int, ctx: RankContext, spec: dict[str, Any]) -> 
 def raising(ctx: RankContext, **spec: Any) -> Any:
     """Rank 1 raises in its backward of microbatch 2."""
     return _at_last_w("raise", 1, ctx, spec)
+
+
+def refusing(ctx: RankContext, **spec: Any) -> Any:
+    """Rank 1 finds its disk full."""
+    if ctx.rank == 1:
+        raise PiperError(ErrorKind.IO, "cannot save: No space left on device", file="keep", suggestion="make room")
+    return train_rank(ctx, **spec)
 
 
 def killed(ctx: RankContext, **spec: Any) -> Any:

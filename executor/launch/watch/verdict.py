@@ -86,7 +86,8 @@ def verdict(f: RankFindings) -> RankFailed:
     if own := [r for r, s in f.said.items() if not s["witness"]]:
         rank = min(own, key=lambda r: float(f.said[r]["time_s"]))
         said = f.said[rank]
-        return failed(f, rank, f"{said['type']}: {said['message']}", said["traceback"])
+        type_ = "" if said["kind"] else f"{said['type']}: "
+        return failed(f, rank, f"{type_}{said['message']}", said["traceback"])
     witness = min(f.said, key=lambda r: float(f.said[r]["time_s"]))
     said = f.said[witness]
     if accused := [p for p in said["peers"] if p not in f.said]:

@@ -45,6 +45,19 @@ def test_the_culprit_its_op_and_who_waits_are_named(
     assert len(pids(tmp_path)) == 2 and all(map(gone, pids(tmp_path)))
 
 
+@pytest.mark.parametrize(("fault", "known"), [(faults.refusing, True), (faults.raising, False)])
+def test_where_in_the_code_is_told_of_what_nobody_foresaw(
+    fault: Any, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of ours says all of it itself."""
+    monkeypatch.setattr(cli, "RANK", fault)
+    with pytest.raises(RankFailed) as info:
+        run(out=tmp_path)
+    assert ("faults.py" in (info.value.details or "")) is not known
+    assert ("keep: cannot save: No space left on device\nfix: make room" in info.value.message) is known
+    assert "PiperError" not in str(info.value)
+
+
 def test_a_rank_that_is_done_early_has_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rank 0 works on until the watchdog has looked at rank 1, as it believes at its end for an hour."""
 
