@@ -1,13 +1,16 @@
 """A profile from traces of a user's own training, one or several ranks': annotated ranges to op classes, NCCL to links.
 
 `TraceNames` reads the ranges: `2F0`, `2B0/l7.attn`, `l7.attn`, `UPDATE`. One that covers several nodes is divided over
-them as they are modelled, ranges inside it left out.
+them as they are modelled, ranges inside it left out; or as all ranges together say, where they tell nodes apart.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
 
 from cost_models import DeviceHardware
 from cost_models.profile.profile import OpEntry, Profile
@@ -25,6 +28,8 @@ from piper_sim.study.calibrate.trace_links import link_times
 from piper_sim.study.validate.samples import measured
 
 Pieces = dict[str, dict[str, list[float]]]  # by class, by piece: seconds; a class takes the sum of its pieces
+Timed = tuple[str, float, tuple[str, ...]]  # a range: its piece, its seconds, the classes of the nodes in it
+ROUNDS, SAME = 2000, 1e-5  # of `agreed`: at most so many; at an end where no class changes by more
 
 # Microbatches in a name are read over: all have one class. torch.optim annotates its own step and zero_grad.
 _OP = re.compile(r"(?P<stage>\d+)?(?P<kind>[FBIWR])(?P<mb>\d+)?(?:/(?P<part>[\w.]+))?", re.ASCII)
@@ -63,7 +68,8 @@ class TraceNames:
         if text in self.parts or text in self.chunks:
             return TraceName(_PASSES["F"], part=text)
         if m := _UPDATE.fullmatch(text):
-            return TraceName(piece=m["piece"])
+            own = text.startswith("Optimizer.")  # of several optimizers, each has its range in a step
+            return TraceName(piece=text if own else m["piece"])
         m = _OP.fullmatch(text)
         if m is None or (m["stage"] is None and m["part"] is None):
             return None
@@ -96,12 +102,14 @@ def read_kineto(paths: Sequence[str], prepared: PreparedJob, hardware: DeviceHar
     graph = prepared.plan().graph
     names = TraceNames(graph)
     traces = [read_trace_file(path, names.read) for path in paths]
-    weights = _weights(graph, prepared, hardware)
     _, classes, shapes = zip(*classes_of(graph, prepared.job), strict=True)
+    timed = [x for t in traces for x in _timed(t, names, prepared, classes)]
+    weights = agreed(timed, dict(zip(classes, _weights(graph, prepared, hardware), strict=True)))
     pieces: Pieces = defaultdict(lambda: defaultdict(list))
-    for t in traces:
-        for (name, piece), seconds in _samples(t, names, prepared, weights, classes).items():
-            pieces[name][piece] += seconds
+    for piece, seconds, over in timed:
+        whole = sum(weights[c] for c in over)
+        for c in over:
+            pieces[c][piece].append(seconds * (weights[c] / whole if whole > 0 else 1 / len(over)))
     times = {name: total([(measured(x), 1) for x in by.values()]) for name, by in pieces.items()}
     known = dict(zip(classes, shapes, strict=True))
     ops = {name: OpEntry(time, shape=known[name], alone=True) for name, time in times.items()}
@@ -113,26 +121,52 @@ def read_kineto(paths: Sequence[str], prepared: PreparedJob, hardware: DeviceHar
     return Profile.of(machine, ops, links, origins=_origins(traces, len(ops), len(links), unknown))
 
 
-def _samples(
-    t: TraceFile, names: TraceNames, prepared: PreparedJob, weights: Sequence[float], classes: Sequence[str]
-) -> dict[tuple[str, str], list[float]]:
-    """Seconds by class and piece of every range of one trace."""
+def _timed(t: TraceFile, names: TraceNames, prepared: PreparedJob, classes: Sequence[str]) -> Iterator[Timed]:
+    """The ranges of one trace. One of an update counts with all that is in it, which does not count again."""
     read = {r.name: names.read(r.name) for r in t.ranges}
     program = _program(t, names, [n for n in read.values() if n is not None], prepared)
-    out: dict[tuple[str, str], list[float]] = defaultdict(list)
+    updates = [r for r in t.ranges if (n := read[r.name]) is not None and n.piece]
+    within = {id(x) for r in updates for x in _inside(r)}
     for r in t.ranges:
         named = read[r.name]
-        seconds = r.seconds(kernels=t.kernels)
-        if named is None or seconds <= 0:
+        if named is None or id(r) in within:
             continue
-        nodes = names.nodes(named, program)
-        taken = {i for inner in _inside(r) if (n := read[inner.name]) is not None for i in names.nodes(n, program)}
-        left = [i for i in nodes if i not in taken]
-        total = sum(weights[i] for i in left)
-        for i in left:
-            share = weights[i] / total if total > 0 else 1 / len(left)
-            out[classes[i], named.piece].append(seconds * share)
-    return out
+        inner = _inside(r)
+        seconds = r.seconds(inner if named.piece else (), kernels=t.kernels)
+        taken = {i for x in inner if (n := read[x.name]) is not None for i in names.nodes(n, program)}
+        left = [i for i in names.nodes(named, program) if named.piece or i not in taken]
+        if seconds > 0 and left:
+            yield named.piece, seconds, tuple(classes[i] for i in left)
+
+
+def agreed(timed: Sequence[Timed], modelled: Mapping[str, float]) -> dict[str, float]:
+    """By class: seconds in whose proportion a range is divided. As modelled, unless ranges of other nodes show more.
+
+    Each range says by how much its classes together are off, and a class follows the ranges it is in, in proportion to
+    its part of each (multiplicative updates of maximum likelihood): what no range tells apart stays as it is modelled.
+
+    >>> found = agreed([("", 5.0, ("layer", "embed")), ("", 8.0, ("layer", "layer"))], {"layer": 2.0, "embed": 2.0})
+    >>> {c: round(x, 2) for c, x in found.items()}
+    {'layer': 4.0, 'embed': 1.0}
+    """
+    rows = defaultdict[tuple[str, ...], list[float]](list)
+    for piece, seconds, over in timed:
+        if not piece:
+            rows[over].append(seconds)
+    names = sorted({c for over in rows for c in over})
+    at = {c: k for k, c in enumerate(names)}
+    count = np.zeros((len(rows), len(names)))
+    for row, over in zip(count, rows, strict=True):
+        np.add.at(row, [at[c] for c in over], 1)
+    took, found = np.array([median(x) for x in rows.values()]), np.array([modelled[c] for c in names])
+    for _ in range(ROUNDS if len(rows) > 1 else 0):
+        whole = count @ found
+        off = np.divide(took, whole, out=np.ones_like(whole), where=whole > 0)
+        step = (count.T @ off) / count.sum(axis=0)
+        found *= step
+        if np.abs(step - 1).max() < SAME:
+            break
+    return {**modelled, **dict(zip(names, found.tolist(), strict=True))}
 
 
 def _inside(r: TraceRange) -> list[TraceRange]:

@@ -39,11 +39,14 @@ class TraceRange:
     busy: list[tuple[float, float]] = field(default_factory=list)
     inner: list[TraceRange] = field(default_factory=list)
 
-    def seconds(self, *, kernels: bool) -> float:
-        """By its kernels, gaps and overlaps aside; without any in the trace, by the host, ranges inside left out."""
+    def seconds(self, whole: Sequence[TraceRange] = (), *, kernels: bool) -> float:
+        """By its kernels, gaps and overlaps aside; without any in the trace, by the host, ranges inside left out.
+
+        whole: ranges inside it that count as its own.
+        """
         if kernels:
-            return US * _union(self.busy)
-        return US * (self.end - self.begin - _union([(r.begin, r.end) for r in self.inner]))
+            return US * _union([span for r in (self, *whole) for span in r.busy])
+        return US * (self.end - self.begin - (0 if whole else _union([(r.begin, r.end) for r in self.inner])))
 
 
 @dataclass(frozen=True)

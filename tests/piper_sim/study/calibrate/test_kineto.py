@@ -96,6 +96,45 @@ def test_an_update_is_the_optimizers_own_ranges_on_the_trace_of_its_rank(tmp_pat
     assert took["0UPDATE/p0"] == pytest.approx(520 * US) and took["1UPDATE/p1"] == pytest.approx(820 * US)
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["by kernels", "by the host"])
+def test_an_update_has_all_that_is_launched_in_its_range(kernels: bool, tmp_path: Path) -> None:
+    t = Trace(0, 2)
+    t.range("UPDATE", (100.0,), 71, ("Optimizer.step#AdamW.step", 300.0), ("Optimizer.zero_grad#AdamW.zero_grad", 20.0))
+    t.range("Optimizer.zero_grad#SGD.zero_grad", (7.0,))
+    if not kernels:
+        t.events = [e for e in t.events if e["cat"] == "user_annotation"]
+    whole = sum(e["dur"] for e in t.events if e["name"] in ("UPDATE", "Optimizer.zero_grad#SGD.zero_grad"))
+    prepared = prepared_of()
+    took = seconds(read(prepared, t.write(tmp_path / "trace.json")), prepared)
+    assert took["0UPDATE/p0"] == pytest.approx((427 if kernels else whole) * US)
+
+
+def test_two_optimizers_are_one_update(tmp_path: Path) -> None:
+    t = Trace(0, 2)
+    for _ in range(3):
+        t.range("Optimizer.step#AdamW.step", (100.0,))
+        t.range("Optimizer.step#Muon.step", (500.0,))
+    prepared = prepared_of()
+    took = seconds(read(prepared, t.write(tmp_path / "trace.json")), prepared)
+    assert took["0UPDATE/p0"] == pytest.approx(600 * US)
+
+
+def test_stages_that_share_layers_are_divided_so_that_each_takes_what_it_took(tmp_path: Path) -> None:
+    """Layers, table of words and head of times of their own, seen as whole stages alone."""
+    layer, embed, head = 310.0, 25.0, 140.0
+    files = []
+    for stage, us in enumerate((2 * layer + embed, 2 * layer, 2 * layer, 2 * layer + head)):
+        t = Trace(stage, 4)
+        for mb, noise in enumerate((1.0, 1.0, 30.0, 1.0)):  # one of them was held up
+            t.range(f"{stage}F{mb}", (us * noise,))
+        files.append(t.write(tmp_path / f"{stage}.json"))
+    prepared = prepared_of("parallel.pp=4", "parallel.layers=[2, 2, 2, 2]", "model.num_hidden_layers=8")
+    took = seconds(read(prepared, *files), prepared)
+    assert took["1F/l2.attn"] + took["1F/l2.mlp"] == pytest.approx(layer * US, rel=1e-3)
+    assert took["0F/embed.embed"] == pytest.approx(embed * US, rel=0.01)
+    assert took["3F/head.head"] + took["3F/head.norm"] == pytest.approx(head * US, rel=0.01)
+
+
 def test_a_trace_of_a_cpu_goes_by_the_ranges_themselves(tmp_path: Path) -> None:
     t = Trace()
     t.add("user_annotation", "0F0/l0.attn", 10.0, 400.0, 71, {})
