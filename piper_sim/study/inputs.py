@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def named_files(job: Job) -> dict[str, PredictionFile]:
             continue
         file, colon, function = value.rpartition(":") if key in FUNCTIONS else (value, "", "")
         path = Path(named_path(job.file, file, known))
-        if file and path.exists():
+        if file and os.path.exists(path):  # which says of a name too long that it is not there
             out[key] = PredictionFile(path, colon + function)
     return out
 

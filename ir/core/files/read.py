@@ -184,7 +184,7 @@ def named_path(file: str, name: str, presets: Collection[str] = ()) -> str:
     path = Path(file).parent / name
     if not presets:
         return str(path)
-    is_path = name.endswith(".json") or "/" in name or name == "." or (name not in presets and path.is_dir())
+    is_path = name.endswith(".json") or "/" in name or name == "." or (name not in presets and os.path.isdir(path))
     return str(path) if is_path and name not in presets else name
 
 

@@ -1,5 +1,6 @@
 """From a Hugging Face config (a preset, or a path to config.json) to a `ModelConfig`, strictly."""
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -158,9 +159,9 @@ def _find(name: str) -> Path:
     if name in presets():
         return _PRESETS / f"{name}.json"
     path = Path(name)
-    if path.is_dir() and (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):
         return path / "config.json"
-    if path.is_file() or name.endswith(".json"):
+    if os.path.isfile(path) or name.endswith(".json"):
         return path
     message, allowed = f"no preset and no file {name!r}", [*presets(), "a path to a config.json"]
     fix = _nearest_preset(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ir.job import load_job
 from piper_sim.app.commands.compare import files, print_rows, table_object, title_of
-from piper_sim.app.commands.output import print_json, progress, show_timeline, write
+from piper_sim.app.commands.output import print_json, progress, refuse_existing, show_timeline, write
 from piper_sim.study.compare import compare
 
 JOB = Path(__file__).with_name("demo.toml").read_text(encoding="utf-8")
@@ -14,6 +14,7 @@ JOB = Path(__file__).with_name("demo.toml").read_text(encoding="utf-8")
 
 def main(args: argparse.Namespace) -> int:
     """Predict the six schedules, print the table, write the report."""
+    refuse_existing(args.out, (), force=True)  # its own files it replaces
     job = load_job(tomllib.loads(JOB))
     found = compare(job, progress=progress)
     title = title_of(found)

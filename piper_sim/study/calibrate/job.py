@@ -173,6 +173,7 @@ def _imported(asked: ProfileOptions, prepared: PreparedJob, hardware: DeviceHard
 
 def _processes(asked: ProfileOptions, prepared: PreparedJob, stopwatch: ProfileMeasurer) -> int:
     """As asked; else one for each rank, as far as there is something for each to compute on."""
+    JobRunOptions(prepared.ranks, watchdog_s=asked.watchdog_s).check()
     most = asked.processes
     if most is None:
         most = max(1, min(prepared.ranks, stopwatch.devices(asked.backend)))

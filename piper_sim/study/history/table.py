@@ -1,6 +1,7 @@
 """The table of past runs: strict rows, each error with file, line, column and the nearest fix."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +18,7 @@ GIB = 2**30
 _OWN = (STEP, PEAK, CLASS, NOTE)
 _CODE = ("schedule.builder", "model.module")
 FORM = FileErrors("past runs", ErrorKind.JOB, "history.file", 10**7, f"a table of {STEP} and, say, parallel.pp")
+_WRITTEN = re.compile(r"-?([0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]{1,3})?)\s*(ms|s|sec|secs|seconds|GiB|)")
 _LIMITS = {STEP: 1e7, PEAK: 1e4}
 
 
@@ -118,15 +120,12 @@ def _number(line: int, column: str, text: str) -> float:
 def _digits(text: str, most: float) -> str | None:
     """The number that a cell with a unit or a decimal comma seems to mean.
 
-    >>> _digits("1,5 s", 1e7), _digits("n/a", 1e7)
-    ('1.5', None)
+    >>> _digits("1,5 s", 1e7), _digits("250 ms", 1e7), _digits("1e-3 s", 1e7), _digits("3 min", 1e7)
+    ('1.5', '0.25', '0.001', None)
     """
-    head = text.replace(",", ".").split()[:1]
-    kept = "".join(c for c in (head[0] if head else "") if c in "0123456789.")
-    try:
-        return kept if 0 < float(kept) <= most else None
-    except ValueError:
-        return None
+    m = _WRITTEN.fullmatch(text.replace(",", "."))
+    kept = 0.0 if m is None else float(m[1]) * (1e-3 if m[2] == "ms" else 1)
+    return f"{kept:.10g}" if 0 < kept <= most else None
 
 
 def _wrong(

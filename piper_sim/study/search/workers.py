@@ -64,7 +64,7 @@ class JobJournal:
                 file.truncate(sum(len(line.encode()) for line in whole))
                 if not whole:
                     file.write(head)
-        except (OSError, UnicodeDecodeError) as e:
+        except (OSError, ValueError) as e:  # a NUL in its name, what is no UTF-8
             raise PiperError(ErrorKind.IO, str(e), file=path, key="--journal") from None
 
     def _read(self, lines: list[str], head: str) -> None:

@@ -37,6 +37,12 @@ def test_without_torch_measuring_says_how_to_install_it(cli: Any, job: Any, no_t
     assert result.error["message"] == "calibrate needs PyTorch" and "piper-sim[exec]" in result.error["suggestion"]
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_watchdog_that_waits_for_nothing_is_no_failed_rank(cli: Any, job: Any, seconds: str) -> None:
+    found = cli("calibrate", job(), "-n", "1", "--watchdog", seconds)
+    assert (found.code, found.error["kind"], found.error["key"]) == (2, "usage", "--watchdog")
+
+
 def test_without_torch_files_are_read_all_the_same(cli: Any, job: Any, no_torch: None, tmp_path: Path) -> None:
     path = job(model={"config": "tiny-llama", "seq_len": 100}, parallel={"dp": 1, "ep": 1})
     nccl, trace = files(tmp_path)

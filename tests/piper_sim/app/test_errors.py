@@ -115,6 +115,9 @@ def test_missing_files_and_folders_are_io_errors(cli: Any, job: Any, tmp_path: P
     for key in ("model.config", "cluster.gpu", "schedule.directives", "schedule.csv"):
         result = cli("simulate", job(), "--set", f"{key}={tmp_path}/nope.json")
         assert result.code == 2 and result.error["kind"] == "io" and "nope.json" in result.error["file"]
+    for key in ("model.config", "cluster.gpu"):  # a name longer than a file's may be
+        result = cli("simulate", job(), "--set", f"{key}={'x' * 300}")
+        assert result.error["key"] == key and "mistake" not in result.error["message"]
 
 
 @pytest.mark.parametrize("setting", ["x", "=3", "a.=3", ".b=3", "schedule=3", "schedule.name.x=3"])

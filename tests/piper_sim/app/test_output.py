@@ -114,7 +114,11 @@ def test_demo_writes_its_folder_and_replaces_only_its_own(
     again = cli("demo", as_json=False)
     assert again.code == 0 and "wins" in again.out and "report.html" in again.out
     assert (folder / "mine.txt").read_text() == "mine" and (folder / "report.html").read_text() != "old"
-    assert [p.name for p in here.iterdir()] == ["piper-sim-demo"]
+    for out in ("", "file", "/proc/nothing"):
+        (here / "file").write_text("")
+        monkeypatch.setattr(demo, "compare", lambda *a, **k: pytest.fail("it went to work"))
+        assert cli("demo", "--out", out).error["kind"] == ("usage" if not out else "io")
+    assert {p.name for p in here.iterdir()} == {"piper-sim-demo", "file"}
 
 
 @pytest.mark.slow

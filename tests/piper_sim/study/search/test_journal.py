@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,10 @@ def test_a_journal_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PiperError, match="not a regular file"):
         search(small(), journal=str(tmp_path / "pipe"))
+    with pytest.raises(PiperError, match="null byte"):
+        search(small(), journal="a\0b")
+    long = replace(small(), data=replace(small().data, source="x" * 300))  # is not there, and nothing reads it
+    assert search(long, journal=str(tmp_path / "long.jsonl")).best is not None
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
     try:
