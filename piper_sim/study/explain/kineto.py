@@ -39,7 +39,11 @@ def _ours(path: str) -> bool:
 
 def _traces(tables: Sequence[tuple[str, object]]) -> list[Trace]:
     """On one clock, from the first thing that happened anywhere."""
-    read = [_rows(path, table, number) for number, (path, table) in enumerate(tables)]
+    bases = [_base(table) for _, table in tables]  # nanoseconds since 1970: a float has no microseconds beside so many
+    read = [
+        _rows(path, table, number, (base - min(bases)) / 1000)
+        for number, ((path, table), base) in enumerate(zip(tables, bases, strict=True))
+    ]
     zero = min((row[4] for rows in read for row in rows), default=0.0)
     return [
         Trace.of(
@@ -50,16 +54,25 @@ def _traces(tables: Sequence[tuple[str, object]]) -> list[Trace]:
     ]
 
 
-def _rows(path: str, table: object, number: int) -> list[Row]:
-    """Rows in microseconds: a rank's named ranges by their kernels, other kernels, and NCCL's, step by step."""
+def _base(table: object) -> float:
+    found = table.get("baseTimeNanoseconds") if isinstance(table, dict) else None
+    return found if isinstance(found, int | float) else 0
+
+
+def _rows(path: str, table: object, number: int, ahead: float) -> list[Row]:
+    """Rows in microseconds: a rank's named ranges by their kernels, other kernels, and NCCL's, step by step.
+
+    ahead: microseconds that this file's times begin later than another's.
+
+    Raises PiperError (job): what is no such trace, or has no kernel in any of its steps.
+    """
     top: Json = table if isinstance(table, dict) else {}
     events = top.get("traceEvents", table)
     if not isinstance(events, list):
         raise PiperError(ErrorKind.JOB, "no traceEvents in it", file=path, key="--trace", suggestion=_FIX)
-    who, base = top.get("distributedInfo"), top.get("baseTimeNanoseconds")
+    who = top.get("distributedInfo")
     rank = who.get("rank") if isinstance(who, dict) else None
     rank = rank if isinstance(rank, int) and 0 <= rank < RANKS else number
-    ahead = base / 1000 if isinstance(base, int | float) else 0.0
     ranges, launches, kernels = sorted_out(events, path, lambda n: bool(_OP.fullmatch(n) or _STEP.fullmatch(n)))
     steps = [(r.begin, r.end, int(m[1])) for r in ranges if (m := _STEP.fullmatch(r.name))]
     named = [r for r in ranges if not _STEP.fullmatch(r.name)]
@@ -82,6 +95,10 @@ def _rows(path: str, table: object, number: int) -> list[Row]:
             )
         else:
             compute[max(step, 0)].append((begin + ahead, end + ahead, name.get((begin, end), UNNAMED)))
+    if not rows and not compute:
+        message = f"no GPU kernel in it{', in any of its steps' if steps else ''}"
+        fix = "profile with ProfilerActivity.CUDA"
+        raise PiperError(ErrorKind.JOB, message, file=path, key="--trace", allowed="kernels of a GPU", suggestion=fix)
     for step, spans in compute.items():
         seen: dict[str, int] = defaultdict(int)
         for begin, end, op in _joined(spans):

@@ -204,9 +204,10 @@ class _Step:
 
 
 def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:
-    """The rows of every step, but for those that lack ops of another: a run that was killed ends in the middle of one.
+    """The rows of every step that has rows of every rank, but for those that lack ops of another: a run that was killed
+    ends in the middle of one, and a profiler may have begun later on one rank than on others.
 
-    Raises PiperError (io): a rank in two traces, an op twice.
+    Raises PiperError (io): a rank in two traces, an op twice, no such step.
     """
     out: dict[int, _Rows] = {}
     seen: dict[int, int] = {}
@@ -224,6 +225,12 @@ def _by_step(traces: Sequence[Trace]) -> dict[int, _Rows]:
             rows.start[rank, stream, op], rows.end[rank, stream, op] = start, max(start, end)
     if not out:
         raise _bad("no rows in it", "the trace.tsv that `run --out DIR` leaves in DIR")
+    ranks = {s: {key[0] for key in rows.start} for s, rows in out.items()}
+    if lacks := {s: min(seen.keys() - there) for s, there in ranks.items() if seen.keys() > there}:
+        out = {s: rows for s, rows in out.items() if s not in lacks}
+    if not out:
+        s, rank = next(iter(lacks.items()))
+        raise _bad(f"no step has all ranks: step {s} lacks rank {rank}", "traces of the same steps of one run")
     if any(t.header.get("writer") == "kineto" for t in traces):  # which names kernels by their number: steps differ
         return out
     most = max(out.values(), key=lambda rows: len(rows.start)).start.keys()

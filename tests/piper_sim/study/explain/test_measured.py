@@ -175,6 +175,20 @@ def test_a_step_that_was_cut_short_is_not_the_median() -> None:
         explain_traces([trace(skewed)])
 
 
+def test_only_steps_that_all_ranks_have_are_explained() -> None:
+    """A trace of each rank, of which one began later: else the step of the rank alone is explained, without a word."""
+
+    def trace(rank: int, steps: Sequence[int]) -> Trace:
+        ends = {s: 10.0 * s + (5 if s == 2 else 3) for s in steps}
+        return Trace.of({}, [(s, rank, "compute", f"{rank}F0", 10.0 * s, 10.0 * s, end) for s, end in ends.items()])
+
+    found = explain_traces([trace(0, range(5)), trace(1, [2])])
+    assert (found.iteration_s, list(found.idle)) == (5.0, ["0", "1"])
+    with pytest.raises(PiperError, match="no step has all ranks: step 0 lacks rank 1") as caught:
+        explain_traces([trace(0, [0, 1]), trace(1, [2, 3])])
+    assert caught.value.suggestion == "traces of the same steps of one run"
+
+
 def kernel(name: str, ts: float, dur: float, launch: int, **args: object) -> list[dict[str, Any]]:
     call = {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": float(launch), "dur": 1.0, "pid": 1, "tid": 1}
     return [
@@ -211,3 +225,23 @@ def test_kineto_traces_one_file_for_each_rank(named: bool, tmp_path: Path) -> No
     assert (first["cause"], first["rank"]) == ("straggler" if named else "split", 1)
     assert first["seconds"] == pytest.approx(100e-6 if named else 200e-6, rel=0.3)
     assert [(x["rank"], x["cause"]) for x in found.critical_path][-2:] == [(0, "collective"), (0, "compute")]
+
+
+def test_a_file_without_kernels_is_named_not_left_out(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{rank}.json") for rank in range(2)]
+    for rank, path in enumerate(paths):
+        events = [note("ProfilerStep#5", 0, 500), *kernel("gemm", 20, 100, 10 if rank == 0 else 900)]
+        Path(path).write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": rank}}))
+    with pytest.raises(PiperError, match="no GPU kernel in it, in any of its steps") as caught:
+        read_traces(paths)
+    assert caught.value.file == paths[1]
+
+
+def test_times_since_1970_keep_their_nanoseconds(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{rank}.json") for rank in range(2)]
+    for rank, path in enumerate(paths):
+        top = {"baseTimeNanoseconds": 1_750_000_000_000_000_000 + 1000 * rank, "distributedInfo": {"rank": rank}}
+        Path(path).write_text(json.dumps({"traceEvents": kernel("gemm", 20.1, 1.3, 10), **top}))
+    first, second = read_traces(paths)
+    assert (first.end_s - first.start_s) * 1e6 == pytest.approx(1.3, abs=1e-6)
+    assert (second.start_s - first.start_s) * 1e6 == pytest.approx(1.0, abs=1e-6)
