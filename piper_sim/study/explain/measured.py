@@ -247,7 +247,8 @@ def _median(by_step: dict[int, _Rows]) -> tuple[int, int, list[_Rows]]:
     steps = sorted(by_step)
     ends = [max(by_step[s].end.values()) for s in steps]
     begins = [min(by_step[s].start.values()) for s in steps]
-    begins[1:] = [max(b, e) for b, e in zip(begins[1:], ends, strict=False)]
+    for k in range(1, len(steps)):  # between steps that follow each other ranks are idle, too
+        begins[k] = ends[k - 1] if steps[k] == steps[k - 1] + 1 else max(begins[k], ends[k - 1])
     order = sorted(range(1 if len(steps) > 1 else 0, len(steps)), key=lambda k: ends[k] - begins[k])
     k = order[(len(order) - 1) // 2]
     return begins[k], ends[k], [by_step[s] for s in steps[max(0, k - 1) : k + 1]]

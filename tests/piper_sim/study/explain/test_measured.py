@@ -189,6 +189,16 @@ def test_only_steps_that_all_ranks_have_are_explained() -> None:
     assert caught.value.suggestion == "traces of the same steps of one run"
 
 
+def test_what_ranks_wait_for_between_two_steps_is_in_the_step() -> None:
+    """Tokens read late: from end to end, as `run` counts; behind steps that were not profiled, from the first op."""
+    rows = [(s, r, "compute", f"{r}F0", 5.0 * s, 5.0 * s, 5.0 * s + 3) for s in (3, 4, 5, 9) for r in (0, 1)]
+    found = explain_traces([Trace.of({}, rows)])
+    sums(found)
+    assert (found.iteration_s, found.spent) == (5.0, {"compute": 3.0, "host": 2.0})
+    assert [(x["cause"], x["start_s"], x["end_s"]) for x in found.critical_path] == [("host", 0, 2), ("compute", 2, 5)]
+    assert explain_traces([Trace.of({}, [x for x in rows if x[0] in (4, 9)])]).iteration_s == 3.0
+
+
 def kernel(name: str, ts: float, dur: float, launch: int, **args: object) -> list[dict[str, Any]]:
     call = {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": float(launch), "dur": 1.0, "pid": 1, "tid": 1}
     return [
