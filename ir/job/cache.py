@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 from weakref import WeakKeyDictionary
 
 from ir.core.errors import PiperError
@@ -45,19 +46,22 @@ class PlanCache:
 
     def __init__(self, most: int = MOST_OPS) -> None:
         self.most = most
+        self._lock = Lock()  # of what is kept, for threads that predict side by side; they build beside each other
         self._plans: OrderedDict[PlanStructure, Plan] = OrderedDict()
         self._checked: WeakKeyDictionary[Plan, set[tuple[bool, bool]]] = WeakKeyDictionary()
 
     def plan(self, key: PlanStructure, build: Callable[[], Plan]) -> Plan:
         """The plan of a structure, built where it is not here; checked or not yet."""
-        if (plan := self._plans.get(key)) is not None:
-            self._plans.move_to_end(key)
-            return plan
+        with self._lock:
+            if (plan := self._plans.get(key)) is not None:
+                self._plans.move_to_end(key)
+                return plan
         plan = build()
-        if len(plan) <= self.most:
-            self._plans[key] = plan
-        while sum(map(len, self._plans.values())) > self.most:
-            self._plans.popitem(last=False)
+        with self._lock:
+            if len(plan) <= self.most:
+                self._plans[key] = plan
+            while sum(map(len, self._plans.values())) > self.most:
+                self._plans.popitem(last=False)
         return plan
 
     def check(self, plan: Plan, serial: bool = False, inline: bool = False) -> None:
@@ -68,13 +72,15 @@ class PlanCache:
         try:
             check_plan(plan, serial=serial, inline=inline)
         except PiperError:
-            self._plans = OrderedDict((k, p) for k, p in self._plans.items() if p is not plan)
+            with self._lock:
+                self._plans = OrderedDict((k, p) for k, p in self._plans.items() if p is not plan)
             raise
         passed.add((serial, inline))
 
     def clear(self) -> None:
         """Forget all."""
-        self._plans.clear()
+        with self._lock:
+            self._plans.clear()
 
 
 PLANS = PlanCache()
@@ -85,6 +91,7 @@ class GraphCache:
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         self.most = most
+        self._lock = Lock()
         self._graphs: OrderedDict[object, Graph] = OrderedDict()
 
     def graph(self, stages: Stages, source: ModelWork, recompute: RecomputedLayers) -> Graph:
@@ -93,15 +100,18 @@ class GraphCache:
         Raises PiperError: a buffer, or parameters, beyond all sense.
         """
         key = source, recompute, tuple(tuple(c.name for c in chunks) for chunks in stages)
-        if key not in self._graphs:
-            made = model_graph(stages, source, recompute)
-            check_bytes(b.bytes for n in made.nodes for b in n.writes)
-            check_parameters(q.numel for e in made.entries for q in (*e.part.params, *e.part.frozen))
-            self._graphs[key] = made
+        with self._lock:
+            if (graph := self._graphs.get(key)) is not None:
+                self._graphs.move_to_end(key)
+                return graph
+        graph = model_graph(stages, source, recompute)
+        check_bytes(b.bytes for n in graph.nodes for b in n.writes)
+        check_parameters(q.numel for e in graph.entries for q in (*e.part.params, *e.part.frozen))
+        with self._lock:
+            self._graphs[key] = graph
             if len(self._graphs) > self.most:
                 self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        return self._graphs[key]
+        return graph
 
 
 GRAPHS = GraphCache()

@@ -62,6 +62,10 @@ class Comparison:
     predictions: list[Prediction | None]
     past: list[PredictionBacktest | None]
 
+    def __repr__(self) -> str:
+        """In a line; the fields are whole predictions."""
+        return f"Comparison({', '.join(label(r) for r in self.rows)})"
+
     @property
     def best(self) -> Prediction | None:
         """The fastest that fits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -42,6 +43,10 @@ class Prediction:
     run: EngineRun
     times: StepBreakdown
     steps: int
+
+    def __repr__(self) -> str:
+        """In a line; the fields are a plan's arrays."""
+        return f"Prediction({self.title}: {self.iteration_s:.4g} s a step, {'fits' if self.fits else 'does not fit'})"
 
     @property
     def prepared(self) -> PreparedJob:
@@ -137,7 +142,7 @@ class Prediction:
 
     def to_dict(self) -> Object:
         """The object that `piper-sim simulate --json` prints, but for what `[history]` adds to it."""
-        return dict(self._found)
+        return deepcopy(self._found)
 
     @cached_property
     def _found(self) -> Object:

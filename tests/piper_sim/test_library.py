@@ -69,6 +69,26 @@ def test_the_trace_is_the_step(predicted: piper_sim.Prediction) -> None:
     assert sorted(trace[trace.stream == "compute"].op.str[:2].unique())[0] == "0B" or "0F0" in set(trace.op)
 
 
+def test_what_is_done_to_a_table_or_an_object_stays_there(predicted: piper_sim.Prediction) -> None:
+    explained = piper_sim.explain(piper_sim.load_job(TABLE))
+    known = json.dumps([predicted.to_dict(), explained.to_dict()]), [predicted.memory, predicted.breakdown]
+    found, causes = predicted.to_dict(), explained.to_dict()
+    found["memory"]["capacity_bytes"], found["time_breakdown"]["0"]["compute"] = 0, 99.0
+    causes["causes"][0]["seconds"], causes["what_ifs"][0]["gain_s"], causes["idle"]["0"]["x"] = 9, 9, 9
+    for table in (predicted.memory, predicted.breakdown, predicted.trace):
+        table.iloc[:, 0] = 7
+    assert json.dumps([predicted.to_dict(), explained.to_dict()]) == known[0]
+    assert all(a.equals(b) for a, b in zip([predicted.memory, predicted.breakdown], known[1], strict=True))
+
+
+def test_what_a_prompt_shows_is_short(predicted: piper_sim.Prediction) -> None:
+    job = piper_sim.load_job(TABLE)
+    compared = piper_sim.compare(job, ["1f1b", "gpipe"])
+    assert repr(predicted).startswith("Prediction(tiny-llama, interleaved-1f1b, 4 GPUs: 0.0")
+    assert set(repr(compared)[len("Comparison(") : -1].split(", ")) == {"1f1b", "gpipe"}
+    assert len(repr(piper_sim.explain(job))) < 5000 and len(repr(piper_sim.search(job, budget_s=0.0))) < 5000
+
+
 def test_a_notebook_gets_a_picture(predicted: piper_sim.Prediction) -> None:
     assert predicted._repr_png_()[:4] == b"\x89PNG"
     html = predicted._repr_html_()

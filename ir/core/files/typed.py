@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from threading import Lock
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ T = TypeVar("T")
 Extra = Mapping[str, Any]
 _NONE: Extra = {}
 _KNOWN: dict[object, types.Type] = {}
+_FINDING = Lock()  # out what there is to know: see `resolve_types`
 _NAMES: Mapping[type, str] = {types.BoolType: "true or false", types.NoneType: "nothing", types.DictType: "a table"}
 _KINDS: Mapping[type, str] = {
     types.BoolType: "truth value",
@@ -72,7 +74,9 @@ def typed(
 
 def _type(wanted: object) -> types.Type:
     if wanted not in _KNOWN:
-        _KNOWN[wanted] = types.type_info(wanted)
+        with _FINDING:
+            resolve_types(wanted)
+            _KNOWN[wanted] = types.type_info(wanted)
     return _KNOWN[wanted]
 
 

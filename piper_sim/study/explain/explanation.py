@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ class StepExplanation:
     iteration_s: float
     causes: tuple[Object, ...]
     idle: Mapping[str, Mapping[str, float]]
-    critical_path: tuple[Object, ...]
+    critical_path: tuple[Object, ...] = field(repr=False)
     what_ifs: tuple[JobChange, ...]
     spent: Mapping[str, float]
     difference: Mapping[str, float] | None = None
@@ -65,7 +66,7 @@ class StepExplanation:
             "spent": dict(self.spent),
             "fits": self.fits,
         }
-        return (
+        return deepcopy(
             out
             | ({} if self.difference is None else {"difference": dict(self.difference)})
             | ({} if self.reason is None else {"reason": self.reason})

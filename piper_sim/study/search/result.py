@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ir.core.errors import PiperError
@@ -30,10 +31,10 @@ class JobSearchResult:
     """
 
     job: Job
-    best: Object | None
-    nearest: Object | None
-    pareto: list[Object]
-    all_rejected: list[RejectedJob]
+    best: Object | None = field(repr=False)
+    nearest: Object | None = field(repr=False)
+    pareto: list[Object] = field(repr=False)
+    all_rejected: list[RejectedJob] = field(repr=False)
     evaluated: int
     space: int
     proven: bool
@@ -54,7 +55,7 @@ class JobSearchResult:
         if self.best is None:
             said = "nothing fits" if self.proven else "the budget ran out before anything was found that fits"
             out |= {"fits": False, "nearest": self.nearest, "reason": said + self._why()}
-        return out
+        return deepcopy(out)
 
     def _why(self) -> str:
         """What is nearest to a fit, or why most cannot even be built."""

@@ -5,10 +5,12 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import pytest
 
 from cost_models.hardware import load_hardware
@@ -144,3 +146,28 @@ def test_a_hidden_field_is_neither_read_nor_offered() -> None:
         with pytest.raises(PiperError) as e:
             typed(raw, Table, FileErrors("a table", ErrorKind.JOB, "table"), "x")
         assert "size" in str(e.value.allowed) and "file" not in str(e.value.allowed)
+
+
+def test_a_class_is_known_whole_before_a_second_thread_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec shows one that it half knows to the next who asks: jobs first read by threads crashed the interpreter."""
+
+    @dataclass
+    class Fresh:
+        x: int
+
+    seen: list[tuple[str, bool, bool]] = []
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        lock = sys.modules[typed.__module__]._FINDING
+
+        def ask(*args: Any, **more: Any) -> Any:
+            seen.append((name, lock.locked(), "__msgspec_cache__" in vars(Fresh)))
+            return call(*args, **more)
+
+        return ask
+
+    monkeypatch.setattr(msgspec.json, "Decoder", watched("found", msgspec.json.Decoder))
+    monkeypatch.setattr(msgspec, "convert", watched("read", msgspec.convert))
+    for _ in range(2):
+        assert typed({"x": 1}, Fresh, FORM).x == 1
+    assert seen == [("found", True, False), ("read", False, True), ("read", False, True)]

@@ -1,7 +1,9 @@
 """A plan from the cache is the plan that would be built: what decides a plan is in its key, and nothing else is."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -215,6 +217,38 @@ def test_a_plan_larger_than_the_cache_pushes_nothing_out(monkeypatch: pytest.Mon
     kept = small.plan()
     assert large.plan() is not large.plan()
     assert small.plan() is kept
+
+
+def test_threads_that_predict_side_by_side_do_not_meet_in_the_cache() -> None:
+    """What is kept was counted while another thread put a plan there: now and then a RuntimeError, or a KeyError."""
+    ask_for: Any = PlanCache(most=60).plan
+    failed = list[Exception]()
+
+    class Sized:
+        """Of ten ops, and slow to say so: Python's own threads take turns in it."""
+
+        def __len__(self) -> int:
+            return sum(1 for _ in range(10))
+
+    def ask(seed: int) -> None:
+        keys = np.random.default_rng(seed).integers(12, size=2000).tolist()
+        try:
+            for key in keys:
+                ask_for(key, Sized)
+        except Exception as e:
+            failed.append(e)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=ask, args=(k,)) for k in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
 
 
 # --- searched tables ------------------------------------------------------------------------------------------------
