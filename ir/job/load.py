@@ -66,7 +66,7 @@ def job_from(table: Mapping[str, Any], sets: Iterable[str] = (), file: str = "jo
 
 
 def _set(table: dict[str, Any], item: str) -> list[str]:
-    path, eq, text = item.partition("=")
+    path, eq, text = str(item).partition("=")
     keys = path.strip().split(".")
     if not eq or len(keys) < 2 or not all(keys):
         raise PiperError(ErrorKind.USAGE, f"{item!r} sets nothing", key="--set", allowed="--set section.key=value")
@@ -95,8 +95,10 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     for name, value in table.items():
         found[name] = _with_overrides(SECTIONS[name], value) if name in OPEN and isinstance(value, dict) else value
     speed = found["cluster"].get("speed") if isinstance(found.get("cluster"), dict) else None
-    for rank, factor in speed.items() if isinstance(speed, dict) else ():
-        _check_speed(str(rank), factor)
+    if isinstance(speed, dict):
+        found["cluster"]["speed"] = {str(rank): factor for rank, factor in speed.items()}  # Python's ranks are numbers
+        for rank, factor in found["cluster"]["speed"].items():
+            _check_speed(rank, factor)
     found.setdefault("model", {"overrides": {}})
     if _names_module(found["model"]) and isinstance(found.setdefault("parallel", {}), dict):
         found["parallel"] = {"sequence_parallel": False} | found["parallel"]  # what suits a module its author knows

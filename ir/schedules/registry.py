@@ -97,7 +97,7 @@ def canonical(name: str) -> str:
     >>> canonical("ZB-H1"), canonical("ScheduleZBVZeroBubble"), canonical("DualPipe-V")
     ('zb1p', 'zbv', 'dualpipev')
     """
-    word = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")
+    word = re.sub(r"[^a-z0-9]", "", str(name).lower()).removeprefix("schedule")  # the library may be given anything
     if found := _ALIASES.get(word):
         return found
     close = nearest(word, _ALIASES, coded=False)

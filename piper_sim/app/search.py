@@ -6,7 +6,6 @@ from collections import Counter
 from functools import partial
 
 from cost_models import DeviceHardware
-from ir.core.errors import ErrorKind, PiperError
 from ir.job import Job
 from ir.job.build import PreparedJob, blaming
 from piper_sim.app.captured import load_job
@@ -23,10 +22,7 @@ FILES = ("search.json", "best.toml")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search, print, write; 3 where nothing fits. Raises PiperError (usage): no workers, a budget below nothing."""
-    if args.workers < 1 or not args.budget >= 0:
-        key, allowed = ("--workers", "1 or more") if args.workers < 1 else ("--budget", "seconds, 0 or more")
-        raise PiperError(ErrorKind.USAGE, "out of range", key=key, allowed=allowed)
+    """Search, print, write; 3 where nothing fits."""
     job = load_job(args.job, args.sets)
     refuse_existing(args.out, FILES, args.force)
     warn_uncorrected(job, "search")

@@ -252,5 +252,29 @@ def test_strings_and_nothing_where_lists_and_files_are_asked_for() -> None:
             piper_sim.compare(job, schedules)
     with pytest.raises(piper_sim.PiperError, match="no job can be read"):
         piper_sim.load_job(None)  # type: ignore[arg-type]
+    settings: Any = [1]
+    with pytest.raises(piper_sim.PiperError, match="1 sets nothing"):
+        piper_sim.load_job(TABLE, set=settings)
     with pytest.raises(piper_sim.PiperError, match="3 is no job"):
         piper_sim.explain(job, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "args", "given", "key"),
+    [
+        ("compare", ([1, "1f1b"],), {}, "schedule.name"),
+        *(("search", (b,), {}, "--budget") for b in (-1, float("nan"), "5")),
+        *(("search", (0,), {"workers": w}, "--workers") for w in (0, 1.5, "2")),
+    ],
+)
+def test_numbers_where_names_are_asked_for_and_the_other_way_round(
+    asked: str, args: tuple[Any, ...], given: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(piper_sim.PiperError) as e:
+        getattr(piper_sim, asked)(piper_sim.load_job(TABLE), *args, **given)
+    assert (e.value.kind, e.value.key) == (piper_sim.ErrorKind.USAGE, key)
+
+
+def test_a_rank_in_a_mapping_may_be_a_number() -> None:
+    slow = [piper_sim.load_job({**TABLE, "cluster": {"speed": {rank: 0.5}}}) for rank in (1, "1")]
+    assert slow[0] == slow[1]

@@ -53,8 +53,8 @@ def search(
     line that ends is to be kept. journal: a file that simulations are kept in, and taken from where it has them.
     limits: what a launch can say, where the winner is to be one.
 
-    Raises PiperError (job): a job that cannot be searched, `[search]` with a value that no key takes; (usage, io): a
-    journal of another space, or that cannot be written.
+    Raises PiperError (job): a job that cannot be searched, `[search]` with a value that no key takes; (usage): no
+    workers, a budget below nothing; (usage, io): a journal of another space, or that cannot be written.
 
     >>> from piper_sim import load_job, search
     >>> job = load_job({"model": {"config": "tiny-llama", "seq_len": 64}, "parallel": {"dp": 2},
@@ -65,6 +65,9 @@ def search(
     """
     if not isinstance(job, Job):
         raise no_job(job)
+    for key, value, kinds, least in (("--workers", workers, int, 1), ("--budget", budget_s, (int, float), 0)):
+        if not (isinstance(value, kinds) and value >= least):
+            raise PiperError(ErrorKind.USAGE, f"{value!r}", key=key, allowed=f"{least} or more")
     if job.search.objective == "cost" and job.cluster.price is None:
         fix = "price = 2.5, of one GPU for an hour"
         raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
