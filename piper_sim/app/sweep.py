@@ -34,6 +34,9 @@ def main(args: argparse.Namespace) -> int:
     grid = _grid(args.tries)
     known = _known(args.out, args.force)
     base = inputs_digest(load_job(args.job, args.sets))
+    for changes in grid:  # each value once, before hours of work: a typo in the last one would end them
+        if sum(changes[k] != first for k, first in grid[0].items()) <= 1:
+            read_job(args.job, [*args.sets, *settings(changes)])
     rows = list[Object]()
     for changes in grid:
         key = json.dumps([base, *_files(args, changes), changes], sort_keys=True)

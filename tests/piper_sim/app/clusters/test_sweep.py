@@ -149,3 +149,10 @@ def test_a_wrong_job_is_no_row(cli: Any, job: str) -> None:
     done = cli("sweep", job, "--try", "parallel.tpp=[1]")
     assert done.code == 2 and done.error["key"] == "parallel.tpp"
     assert cli("sweep", job, "--set", "parallel.cp=x", "--try", "parallel.pp=[1]").code == 2
+
+
+def test_a_typo_in_the_last_value_costs_no_simulation(cli: Any, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "predict", lambda job: pytest.fail("it went to work"))
+    for typo, key in (("schedule.name=['1f1b', '1f1f']", "schedule.name"), ("parallel.zero=[1, 5]", "parallel.zero")):
+        done = cli("sweep", job, "--try", "parallel.pp=[1, 2]", "--try", typo)
+        assert (done.code, done.error["key"]) == (2, key)
