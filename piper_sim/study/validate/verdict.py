@@ -140,11 +140,12 @@ def _gate(off: float | None, limit: float) -> dict[str, Any]:
 def predicted(p: PlannedJob, profile: Profile, *, inline: bool) -> Prediction:
     """The planned job at measured seconds. inline: the host computes itself, else it is what the job says.
 
-    Nothing is slowed down beyond what was measured while the other ranks ran.
+    Nothing is slowed down beyond what was measured while the other ranks ran, and nothing takes what the job says.
     """
     job = p.prepared.job
     host = "inline" if inline else job.costs.host_model
-    prepared = replace(p.prepared, job=replace(job, costs=replace(job.costs, interference="none", host_model=host)))
+    costs = replace(job.costs, interference="none", host_model=host, stage_times=None)
+    prepared = replace(p.prepared, job=replace(job, costs=costs))
     return simulated(replace(p, prepared=prepared, model=CostModel(prepared, p.hardware, profile)))
 
 

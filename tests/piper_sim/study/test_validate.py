@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.compute.host import HostCosts
-from cost_models.profile.profile import plan_keys
+from cost_models.profile.profile import MeasuredCost, OpEntry, Profile, ProfileMachine, plan_keys
 from ir.job import load_job
 from ir.plan.plan import OpKind
 from ir.plan.text import plan_digest
@@ -17,9 +17,11 @@ from piper_sim.engine import EngineScenario, play
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.hosts import ahead, inline
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
+from piper_sim.study.predict import predict
 from piper_sim.study.validate.calibrating import elsewhere
 from piper_sim.study.validate.samples import link_keys
 from piper_sim.study.validate.times import TraceTimes, alone, dispatch
+from piper_sim.study.validate.verdict import predicted
 from tests.piper_sim.engine.cases import HEAVY, LAYERS, durations, layers
 
 JOB = """
@@ -97,3 +99,17 @@ def test_messages_have_one_name_wherever_it_is_asked(name: str, more: str, tmp_p
     keys = {k for k in link_keys(plan, CostModel(prepared, hardware_of(job))) if k is not None}
     known = plan_keys(plan).keys()
     assert keys <= known and {k for k in known if k.startswith(("p2p", "all_", "reduce_", "all-", "reduce-"))} == keys
+
+
+def test_a_job_that_gives_its_own_times_is_predicted_by_what_was_measured() -> None:
+    table = {
+        "model": {"config": "tiny-llama", "seq_len": 64, "num_hidden_layers": 4},
+        "parallel": {"pp": 2, "layers": [2, 2]},
+        "schedule": {"microbatches": 4},
+    }
+    said = {"costs": {"stage_times": {"F": 1.0, "B": 2.0}}}
+    measured, own = (predict(load_job(x)).planned for x in (table, table | said))
+    ops = {c: OpEntry(MeasuredCost(1e-3, 0.0, 5)) for c in plan_keys(measured.plan) if "/" in c or "UPDATE" in c}
+    profile = Profile.of(ProfileMachine.elsewhere(), ops)
+    found = [predicted(p, profile, inline=True).iteration_s for p in (measured, own)]
+    assert found[0] == found[1] < 0.2
