@@ -28,10 +28,11 @@ def _folder(package: Path) -> str | None:
     Beside the sources, else in the user's cache; None where neither can be written: then every process compiles.
     """
     text = b"".join(p.read_bytes() for p in [Path(__file__), *sorted(package.glob("*.py"))])
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "piper-sim"
-    for root in [Path(numba.config.CACHE_DIR)] if numba.config.CACHE_DIR else [package / "__pycache__", user]:
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "piper-sim"
+    ours = [package / "__pycache__", *([user] if user.is_absolute() else [])]  # in a container, users may have no home
+    for root in [Path(numba.config.CACHE_DIR)] if numba.config.CACHE_DIR else ours:
         folder = root / f"numba-{sha256(text).hexdigest()[:16]}"
-        new = not folder.exists()
+        new = not os.path.exists(folder)  # nor may they look into one
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
