@@ -135,8 +135,9 @@ def _refuse_unknown(args: Sequence[str]) -> None:
 def _dispatch(parsed: argparse.Namespace) -> int:
     reads = parsed.command == "calibrate" and (parsed.kineto or parsed.nccl or parsed.pairs)  # and measures nothing
     if parsed.command in TORCH and not reads:
-        return _dispatch_torch(parsed)
-    return _command(parsed.command)(parsed)
+        _need_torch(parsed.command)
+    with unwinding():
+        return _command(parsed.command)(parsed)
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -201,18 +202,16 @@ def _has(module: str) -> bool:
         return False
 
 
-def _dispatch_torch(parsed: argparse.Namespace) -> int:
-    """Commands that import the executor, hence torch and safetensors."""
+def _need_torch(command: str) -> None:
+    """Of commands that import the executor, hence torch and safetensors. Raises PiperError (missing_dependency)."""
     needed = {"torch": "PyTorch", "safetensors": "safetensors"}
     if (module := next((m for m in needed if not _has(m)), None)) is not None:
         raise PiperError(
             ErrorKind.MISSING_DEPENDENCY,
-            f"{parsed.command} needs {needed[module]}",
+            f"{command} needs {needed[module]}",
             key=module,
             suggestion="pip install 'piper-sim[exec]' (on a laptop, install PyTorch's CPU build first)",
         )
-    with unwinding():
-        return _command(parsed.command)(parsed)
 
 
 def _report(e: PiperError, as_json: bool) -> int:

@@ -1,6 +1,7 @@
 """What nobody foresaw ends as an error of the contract; what a file holds reaches the terminal as text."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,23 @@ def test_what_is_interrupted_ends_in_one_object(cli: Any, job: Any, monkeypatch:
     assert (found.code, found.error["message"]) == (130, "interrupted")
     text = cli("simulate", job(), as_json=False)
     assert (text.code, text.out, text.err) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["doctor", "demo"])
+def test_every_command_that_is_told_to_end_leaves_as_it_came(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A doctor that was ended so left its runs' folders; the handler from before is back behind it."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def work(_: object) -> int:
+        told = signal.getsignal(signal.SIGTERM)
+        assert callable(told), "the process ends where it stands"
+        told(signal.SIGTERM, None)
+        return 0
+
+    monkeypatch.setattr("piper_sim.app.cli._command", lambda name: work)
+    with pytest.raises(SystemExit) as e:
+        main([command])
+    assert (e.value.code, signal.getsignal(signal.SIGTERM)) == (143, before)
 
 
 def test_markup_and_escapes_in_a_name_are_text(capsys: pytest.CaptureFixture[str]) -> None:
