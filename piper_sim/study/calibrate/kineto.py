@@ -118,7 +118,7 @@ def read_kineto(paths: Sequence[str], prepared: PreparedJob, hardware: DeviceHar
     if not ops and not links:
         raise _foreign(traces)
     machine = machine_of([(t.gpu, t.world) for t in traces], FLAG)
-    return Profile.of(machine, ops, links, origins=_origins(traces, len(ops), len(links), unknown))
+    return Profile.of(machine, ops, links, origins=_origins(traces, timed, len(ops), len(links), unknown))
 
 
 def _timed(t: TraceFile, names: TraceNames, prepared: PreparedJob, classes: Sequence[str]) -> Iterator[Timed]:
@@ -188,10 +188,15 @@ def _program(t: TraceFile, names: TraceNames, found: list[TraceName], prepared: 
     return min(groups, default=0)
 
 
-def _origins(traces: Sequence[TraceFile], ops: int, links: int, unknown: int) -> tuple[str, ...]:
+def _origins(
+    traces: Sequence[TraceFile], timed: Sequence[Timed], ops: int, links: int, unknown: int
+) -> tuple[str, ...]:
     by = "by kernels" if any(t.kernels for t in traces) else "by the host's clock"
     many = f"{len(traces)} Kineto traces" if len(traces) > 1 else "a Kineto trace"
     out = [f"{many}: {ops} op classes {by}, {links} messages"]
+    classes = [{*over} for _, _, over in timed]
+    if together := len(set().union(*classes) - {c for over in classes if len(over) == 1 for c in over}):
+        out.append(f"{together} op classes were never timed by themselves: their parts of ranges are modelled")
     if unknown:
         out.append(f"{unknown} NCCL kernels of the trace are left out: it does not say their bytes")
     return tuple(out)

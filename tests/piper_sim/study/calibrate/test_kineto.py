@@ -59,6 +59,7 @@ def test_a_range_takes_what_its_kernels_take_without_the_gaps(tmp_path: Path) ->
     (entry,) = [e for k, e in profile.ops.items() if k.startswith("F/attn")]
     assert entry.alone and entry.time is not None and entry.time.count == 3 and entry.shape is not None
     assert profile.machine.gpu == "NVIDIA H100 80GB HBM3" and profile.machine.cores == 0
+    assert not any("by themselves" in line for line in profile.origins)
 
 
 def test_backward_is_launched_by_a_thread_that_has_no_ranges(tmp_path: Path) -> None:
@@ -129,7 +130,9 @@ def test_stages_that_share_layers_are_divided_so_that_each_takes_what_it_took(tm
             t.range(f"{stage}F{mb}", (us * noise,))
         files.append(t.write(tmp_path / f"{stage}.json"))
     prepared = prepared_of("parallel.pp=4", "parallel.layers=[2, 2, 2, 2]", "model.num_hidden_layers=8")
-    took = seconds(read(prepared, *files), prepared)
+    profile = read(prepared, *files)
+    assert "5 op classes were never timed by themselves: their parts of ranges are modelled" in profile.origins
+    took = seconds(profile, prepared)
     assert took["1F/l2.attn"] + took["1F/l2.mlp"] == pytest.approx(layer * US, rel=1e-3)
     assert took["0F/embed.embed"] == pytest.approx(embed * US, rel=0.01)
     assert took["3F/head.head"] + took["3F/head.norm"] == pytest.approx(head * US, rel=0.01)
