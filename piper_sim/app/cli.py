@@ -19,6 +19,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding
 COMMANDS: Mapping[str, str] = _TABLE["commands"]
 _TYPES: Mapping[str, Any] = {"int": int, "float": float}
 TORCH = ("run", "validate", "calibrate")
+_TOLD = {130: ("interrupted", "SIGINT"), 143: ("ended", "SIGTERM")}  # by exit code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,11 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report(unexpected(e, args), as_json)
         abandon(sys.stdout)  # a full disk behind `> file`; files under --out have errors of their own
         return _report(PiperError(ErrorKind.IO, f"cannot write to stdout: {e.strerror}", key="stdout"), False)
-    except KeyboardInterrupt:
-        told("interrupted", sys.stderr)
+    except (KeyboardInterrupt, SystemExit) as e:
+        ends = 130 if isinstance(e, KeyboardInterrupt) else e.code
+        if not (isinstance(ends, int) and ends in _TOLD):  # argparse has printed its help
+            raise
+        word, key = _TOLD[ends]
+        told(word, sys.stderr)
         if as_json:
-            _report(PiperError(ErrorKind.USAGE, "interrupted", key="SIGINT"), True)
-        return 130
+            _report(PiperError(ErrorKind.USAGE, word, key=key), True)
+        return ends
     except Exception as e:  # nothing that a command meets may end in a traceback
         return _report(unexpected(e, args), as_json)
 

@@ -56,7 +56,9 @@ def test_what_is_interrupted_ends_in_one_object(cli: Any, job: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("command", ["doctor", "demo"])
-def test_every_command_that_is_told_to_end_leaves_as_it_came(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_that_is_told_to_end_leaves_as_it_came(
+    cli: Any, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A doctor that was ended so left its runs' folders; the handler from before is back behind it."""
     before = signal.getsignal(signal.SIGTERM)
 
@@ -67,9 +69,9 @@ def test_every_command_that_is_told_to_end_leaves_as_it_came(command: str, monke
         return 0
 
     monkeypatch.setattr("piper_sim.app.cli._command", lambda name: work)
-    with pytest.raises(SystemExit) as e:
-        main([command])
-    assert (e.value.code, signal.getsignal(signal.SIGTERM)) == (143, before)
+    found = cli(command)
+    assert (found.code, found.error["message"], found.error["key"]) == (143, "ended", "SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_markup_and_escapes_in_a_name_are_text(capsys: pytest.CaptureFixture[str]) -> None:
