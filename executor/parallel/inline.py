@@ -207,7 +207,7 @@ class RankRegion:
                 RankAxis(size, members.index(rank), axis, members, transport, progress) if size > 1 else RankAxis()
             )
         tp, cp, etp = wires
-        return cls(tp, cp, etp, layout.sequence_parallel, layout.cp_heads)
+        return cls(tp, cp, etp, layout.sequence_parallel and tp.size > 1, layout.cp_heads)
 
 
 def check_divided(graph: Graph) -> None:

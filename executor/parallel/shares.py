@@ -94,11 +94,13 @@ class ParamShard:
         >>> whole = torch.zeros(3, 2)
         >>> ParamShard((3, 2), (ShardCut(1, 0, 2, (2,)),)).put(whole, torch.ones(3, 1)); whole[0].tolist()
         [1.0, 0.0]
+        >>> whole = torch.zeros(()); ParamShard((), ()).put(whole, torch.ones(1)); whole.item()
+        1.0
         """
         at = [torch.arange(n, device="cpu") for n in self.shape]
         for c in self.cuts:
             at[c.dim] = c.rows()
-        whole[torch.meshgrid(*at, indexing="ij")] = part.view(self.local)
+        whole[torch.meshgrid(*at, indexing="ij") if at else ...] = part.view(self.local)
 
 
 def share_of(param: Param, layout: PartLayout, place: Mapping[str, int]) -> ParamShard:

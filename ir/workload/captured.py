@@ -116,7 +116,7 @@ class CapturedModel:
             raise self._refuse("parallel.etp", f"etp = {layout.etp}: a captured module's experts are not cut inside", 1)
         for key, given, wanted in (
             ("parallel.tp", layout.tp, f.tp),
-            ("parallel.sequence_parallel", layout.sequence_parallel, f.sequence_parallel),
+            ("parallel.sequence_parallel", layout.sequence_parallel and layout.tp > 1, f.sequence_parallel),
             ("parallel.cp", layout.cp, f.cp),
             ("parallel.cp_comm", CP_COMMS[layout.cp_heads], CP_COMMS[f.cp_heads if f.cp > 1 else layout.cp_heads]),
             ("parallel.ep", layout.ep, f.ep),

@@ -4,14 +4,14 @@ Shapes are those of one microbatch. What needs Python's decisions on values is r
 the user's line.
 """
 
-import inspect
 import linecache
 import traceback
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,15 @@ from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, nearest
 
 EXPERTS = "EP"
+NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 NONE_CUT: Mapping[int, int] = {}
 ALONE = RankRegion()
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
+BRANCHES = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
+OUTPUTS = "torch.export.register_dataclass of it, or a dict or tuple"
+TOGETHER = 'divide what reads what is divided, too, or "colwise_gather_output" for the linear before it'
 
 
 def export_cut(
@@ -59,8 +63,8 @@ def export_cut(
     region: the ranks among which parameters are divided, and tokens; cut: these parameters, by id, and the
     dim of each. seed: of dropout. whole: `shapes_of` the module before it was divided.
 
-    Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known; (job): tokens, or
-    heads, do not divide.
+    Raises PiperError (model): torch cannot export it, a pattern matches nothing, a tag is not known, forward needs more
+    than ids; (job): tokens, or heads, do not divide.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -75,10 +79,13 @@ def export_cut(
     ['embed', 'l0', 'l1']
     """
     _check_tags(module, tags)
+    _check_inputs(module)
     inside, cp = length // region.cp.size, region.cp.size > 1
-    some = _of_fewer(module, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1") if cp else None
-    few = _of_fewer(module, size, tokens_between(inside, region), KEY, FIX) if region.sequence else None
-    root, graph, loss = _of_all(module, size, length)
+    before = copy_of(module) if region.divides > 1 else module  # what the call for all tokens notes is not in it
+    with _blaming("as tp divides it", "model.tp_plan", TOGETHER, whole is not None):
+        root, graph, loss = _of_all(module, size, length)
+    some = _of_fewer(before, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1") if cp else None
+    few = _of_fewer(before, size, tokens_between(inside, region), KEY, FIX) if region.sequence else None
     parts = {} if whole is None else parts_of(root, whole, divided_modules(module))
     flag_causal(root)
     reseed(graph, seed, ValuesOfRank(parts, region.tp.size, region.tp.index))
@@ -119,10 +126,19 @@ def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, 
 
 def _of_fewer(module: nn.Module, size: int, length: int, key: str, fix: str) -> fx.Graph:
     """Its graph for as many tokens as a rank has. Raises PiperError (model): forward does not take as few."""
-    try:
+    with _blaming(f"a rank would have sequences of {length} tokens", key, fix):
         return _of_tokens(module, size, length)
+
+
+@contextmanager
+def _blaming(what: str, key: str, fix: str, really: bool = True) -> Iterator[None]:
+    """Say of errors raised inside whose fault they are, if they really are."""
+    try:
+        yield
     except PiperError as error:
-        message = f"a rank would have sequences of {length} tokens: {error.message}"
+        if not really:
+            raise
+        message = f"{what}: {error.message}"
         raise PiperError(error.kind, message, key=key, allowed=error.allowed, suggestion=fix) from error
 
 
@@ -169,6 +185,13 @@ def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
         raise model_error("no tag says where layers are", None, SEAM, "model.tags")
 
 
+def _check_inputs(module: nn.Module) -> None:
+    needed = [n for n, p in signature(module.forward).parameters.items() if p.default is p.empty and p.kind in NAMED]
+    if more := needed[1:]:
+        message = f"the forward of {type(module).__name__} needs {', '.join(more)} beside the token ids"
+        raise model_error(message, f"{more[0]} = None, made in forward then", ALLOWED, "model.module")
+
+
 def _patterns(paths: list[str]) -> list[str]:
     """Lists of modules, as patterns."""
     return list(dict.fromkeys(f"{p.rpartition('.')[0]}.*" for p in paths if p.rpartition(".")[2].isdigit()))
@@ -206,10 +229,10 @@ def options(module: nn.Module) -> dict[str, Any]:
     >>> options(nn.Linear(1, 1))
     {}
     """
-    of = inspect.signature(module.forward).parameters
+    of = signature(module.forward).parameters
     hands_on = any(p.kind is p.VAR_KEYWORD for p in of.values())
     asked = module.modules() if hands_on else (module,)
-    return {"use_cache": False} if any("use_cache" in inspect.signature(m.forward).parameters for m in asked) else {}
+    return {"use_cache": False} if any("use_cache" in signature(m.forward).parameters for m in asked) else {}
 
 
 def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> tuple[fx.Graph, str]:
@@ -311,5 +334,4 @@ def _not_exported(module: nn.Module, error: Exception) -> PiperError:
         where = f" at {last.filename}:{last.lineno}: {linecache.getline(last.filename, last.lineno or 0).strip()}"
     said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
-    fix = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
-    return model_error(message, fix, ALLOWED, "model.module")
+    return model_error(message, OUTPUTS if "register a pytree" in said else BRANCHES, ALLOWED, "model.module")

@@ -122,7 +122,7 @@ class UserModel:
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
         self._batch = batch
         self._ep, self._region = shard.ep, shard.region
-        found = {c: cut_at_experts(c, chunk) for c, chunk in self._cut.chunks.items()}
+        found = {c: cut_at_experts(c, chunk, shard.region) for c, chunk in self._cut.chunks.items()}
         self.routed = {c: x for c, x in found.items() if x is not None}
         self._experts = {c: experts[x.number] for c, x in self.routed.items()}
         last = {c: "add" if c in self.routed else (parts or {}).get(c, "") for c in self._cut.chunks}

@@ -29,6 +29,7 @@ from executor.parallel.expert_all_to_all import Table
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut
 from ir.core.errors import job_error
+from ir.workload.setting import uneven
 
 SENT = 4  # outputs of a router that are about rows: the rows, their weights, their order, how many
 FIX = "def grouped(self, rows, counts): return torch.cat([… for r, w in zip(rows.split(counts), self.weight)])"
@@ -181,10 +182,11 @@ class ExpertChunk:
     draws: frozenset[str]
 
 
-def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
+def cut_at_experts(name: str, chunk: nn.Module, region: RankRegion) -> ExpertChunk | None:
     """A chunk as the three parts that it is, where experts were marked in it.
 
-    Raises PiperError (model): there are two, or it reads token ids, or it gives its experts no rows of tokens.
+    Raises PiperError (model): there are two, or it reads token ids, or it gives its experts no rows of tokens; (job):
+    ranks that all have these would not send equal stretches.
     """
     nodes = list(chunk.graph.nodes) if isinstance(chunk, fx.GraphModule) else []
     marks, inputs = [n for n in nodes if n.target is MARK], [n for n in nodes if n.op == "placeholder"]
@@ -198,6 +200,8 @@ def cut_at_experts(name: str, chunk: nn.Module) -> ExpertChunk | None:
         message = f"{name} has {len(marks)} modules of experts, the first of which reads {shapes}"
         allowed = "one a layer, on (tokens, features), (tokens, top_k), (tokens, top_k)"
         raise model_error(message, "flatten tokens", allowed, "model.tags.EP")
+    if not region.sequence and values[0].shape[0] % region.tp.size:
+        raise uneven("tp", region.tp.size, f"tokens of a microbatch, which {name} shares out", values[0].shape[0])
     ahead, base = nodes[: nodes.index(marks[0])], storages(nodes)
     free = made_again(chunk, marks[0].graph, draws)
     free -= unlike(free, nodes)

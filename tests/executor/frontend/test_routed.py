@@ -13,6 +13,7 @@ from executor.frontend.capture import capture, text
 from executor.modules.user import routed
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
+from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.errors import PiperError
 from ir.core.work import DType
 from ir.job import load_job
@@ -258,6 +259,13 @@ def test_exchanges_stand_in_the_plan_and_are_predicted(tmp_path: Path) -> None:
             predict(load_job(job, [changed]))
 
 
+def test_tokens_that_ranks_of_tp_do_not_share_out_evenly_are_named() -> None:
+    shard = ModelShard(RankRegion(RankAxis(2, 0, "tp")), {"layers.*.gate": "colwise_gather_output"})
+    with pytest.raises(PiperError, match=r"tp = 2 does not divide tokens of a microbatch, which l0 .* = 7") as info:
+        UserModel(Net, tags=TAGS, batch=(1, 7), shard=shard)
+    assert info.value.kind.exit_code == 2 and UserModel(Net, tags=TAGS, batch=(2, 7), shard=shard).routed
+
+
 class Mixed(nn.Module):
     """Parts of a tuple, and what is written in place before its experts, are read behind them."""
 
@@ -284,7 +292,7 @@ def test_what_is_made_before_experts_and_read_behind_them_is_carried() -> None:
             node.args = (torch.utils._pytree.tree_leaves(node.args)[0],)
         elif "_guards" in str(node.target):
             root.graph.erase_node(node)
-    cut = routed.cut_at_experts("l0", torch.fx.GraphModule(root, root.graph))
+    cut = routed.cut_at_experts("l0", torch.fx.GraphModule(root, root.graph), RankRegion())
     assert cut is not None
     rows, _, _, *carried = cut.router(x)
     assert len(carried) == cut.carried and all(isinstance(c, torch.Tensor) for c in carried)

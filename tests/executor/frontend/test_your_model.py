@@ -1,6 +1,7 @@
 """docs/YOUR_MODEL.md as its reader follows it; and what cannot be exported is refused with the user's line."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from executor.modules.user.exported import export_cut
 from executor.modules.user.model import UserModel
+from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.errors import PiperError
 from piper_sim.app.cli import main
 from tests.docs.test_docs import ROOT, blocks, commands
@@ -98,6 +100,48 @@ def test_tags_that_say_nothing_are_refused(tags: dict[str, str], said: str, fix:
     with pytest.raises(PiperError, match=r"model\.tags") as info:
         export_cut(Net(), tags, 2, 3)
     assert said in info.value.message and info.value.suggestion == fix
+
+
+@dataclass
+class Told:
+    """That torch.export does not know."""
+
+    logits: Tensor
+
+
+class More(Net):
+    """It asks for something, or answers otherwise."""
+
+    def forward(self, ids: Tensor, at: Tensor | None) -> Any:
+        """at: to be given."""
+        return super().forward(ids)
+
+
+class Answering(Net):
+    """A dataclass."""
+
+    def forward(self, ids: Tensor) -> Any:
+        """Its logits."""
+        return Told(super().forward(ids)[0][0])
+
+
+@pytest.mark.parametrize(
+    ("made", "said", "fix"),
+    [
+        (More, "the forward of More needs at beside the token ids", "at = None"),
+        (Answering, "cannot be exported", "register_dataclass"),
+    ],
+)
+def test_what_is_refused_for_its_inputs_and_outputs_is_not_told_to_branch(made: Any, said: str, fix: str) -> None:
+    with pytest.raises(PiperError, match=said) as info:
+        export_cut(made(), {"PP": "layers.*"}, 2, 3)
+    assert fix in (info.value.suggestion or "")
+
+
+def test_what_is_refused_whole_is_not_said_to_be_so_for_fewer_tokens() -> None:
+    with pytest.raises(PiperError, match="Net cannot be exported") as info:
+        export_cut(Net("values"), {"PP": "layers.*"}, 2, 4, RankRegion(cp=RankAxis(2, 0)))
+    assert info.value.key == "model.module" and info.value.message.startswith("Net ")
 
 
 @pytest.mark.parametrize("twist", ["", "places", "two"])

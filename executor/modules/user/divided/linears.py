@@ -125,10 +125,11 @@ def _cut(module: nn.Module, path: str, style: str, region: RankRegion) -> dict[i
     if path in dict(module.named_parameters(remove_duplicate=False)):
         return {id(module.get_parameter(path)): int(style == "rowwise")}
     part, size = module.get_submodule(path), region.tp.size
-    plain = type(part).forward is nn.Linear.forward
+    made = "weight" not in part._parameters  # of others, by a parametrization
+    plain = type(part).forward is nn.Linear.forward and not made
     match style, part:
-        case "embedding_rowwise", nn.Embedding() if not part.scale_grad_by_freq:  # others' words look up one here
-            each = part.num_embeddings // size
+        case "embedding_rowwise", nn.Embedding() if not (part.scale_grad_by_freq or made):
+            each = part.num_embeddings // size  # others' words look up one here, which must not count
             vars(part)["forward"] = partial(_words, part.forward, region.tp.index * each, each)
             if part.padding_idx is not None:  # whose row has no gradient, where it is
                 at = part.padding_idx - region.tp.index * each
@@ -141,8 +142,9 @@ def _cut(module: nn.Module, path: str, style: str, region: RankRegion) -> dict[i
             if style == "colwise_gather_output":
                 vars(part)["forward"] = partial(_gathered, part, size)
             return {id(part.weight): 0} | ({} if part.bias is None else {id(part.bias): 0})
-    counts = " that counts words (scale_grad_by_freq)" if getattr(part, "scale_grad_by_freq", False) else ""
-    message = f"{path} is a {type(part).__name__}{counts}, which {style} does not divide"
+    why = " that counts words (scale_grad_by_freq)" if getattr(part, "scale_grad_by_freq", False) else ""
+    why = " whose weight is made of others" if made and hasattr(part, "weight") else why
+    message = f"{path} is a {type(part).__name__}{why}, which {style} does not divide"
     raise PiperError(ErrorKind.JOB, message, key="model.tp_plan", allowed="nn.Linear, nn.Embedding or a parameter")
 
 

@@ -149,6 +149,24 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], width: int, s
     with pytest.raises(PiperError) as info:
         _model(plan, width=width)
     assert said in info.value.message and info.value.kind.exit_code == 2
+    assert (info.value.key or "").startswith(("model.tp_plan", "parallel.tp"))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch would have the old one no more
+@pytest.mark.parametrize("old", [False, True])
+def test_a_linear_whose_weight_is_made_of_others_is_not_divided(old: bool) -> None:
+    """What the plan would cut is made again in each forward."""
+    norm = nn.utils.weight_norm if old else nn.utils.parametrizations.weight_norm
+
+    def build() -> Net:
+        net = Net()
+        norm(net.layers[1].get_submodule("up"))
+        return net
+
+    shard = ModelShard(RankRegion(MessageAxis(2, "tp")), PLAN)
+    with pytest.raises(PiperError, match="whose weight is made of others, which colwise does not divide") as info:
+        UserModel(build, tags={"PP": "layers.*"}, batch=(1, 2), shard=shard)
+    assert info.value.key == "model.tp_plan"
 
 
 def test_a_table_that_counts_its_words_is_not_divided() -> None:

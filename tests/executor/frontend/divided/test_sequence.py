@@ -265,6 +265,12 @@ def test_a_module_s_ranks_share_tokens_where_the_job_says_so_alone() -> None:
     assert load_job({"model": {"config": "tiny-llama"}}).parallel.sequence_parallel
 
 
+def test_where_nothing_is_divided_it_says_nothing() -> None:
+    """As in a job of a config, of which one rank has everything, too."""
+    sets = hub.sets_of((2, 1, 0, "1f1b"), "none")
+    assert 0.0 < hub.far("llama", *sets, "parallel.sequence_parallel=true") <= 1e-10
+
+
 def test_a_plan_has_the_messages_that_a_rank_sends() -> None:
     """Of one layer: what attention and MLP read is gathered, what they make scattered; gradients the other way. What
     was gathered is not kept, but gathered again for the weights' gradients.
