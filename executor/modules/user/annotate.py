@@ -72,6 +72,7 @@ class ChunkedModel:
     idle: frozenset[int] = frozenset()  # parameters, by id, that no gradient reaches
     loss: str = ""  # a number that forward returns beside the logits
     some_words: bool = False  # each tensor-parallel rank has the logits of its own words
+    vocabulary: int | None = None  # of how many words there are logits; None where code runs as it stands
 
 
 class _Tracer(fx.Tracer):

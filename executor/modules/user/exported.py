@@ -30,7 +30,14 @@ from executor.modules.user.rewrites.attention import flag_causal, widen_values
 from executor.modules.user.rewrites.dropout import ValuesOfRank, reseed
 from executor.modules.user.rewrites.own_functions import call_functions, functions_kept
 from executor.modules.user.rewrites.seams import pack_seams
-from executor.modules.user.watched import Assigned, count_on, forward_watched, refuse_counter, refuse_hidden_writes
+from executor.modules.user.watched import (
+    Assigned,
+    count_on,
+    forward_watched,
+    refuse_counter,
+    refuse_hidden_writes,
+    refuse_unseen,
+)
 from executor.modules.user.writes import reaching, storages, written
 from executor.parallel.divided_reads import Places, places
 from executor.parallel.inline import RankRegion
@@ -84,6 +91,7 @@ def export_cut(
     before = copy_of(module) if region.divides > 1 else module  # what the call for all tokens notes is not in it
     with _blaming("as tp divides it", "model.tp_plan", TOGETHER, whole is not None):
         root, graph, loss = _of_all(module, size, length)
+    vocabulary = [*graph.nodes][-1].all_input_nodes[0].meta["val"].shape[-1]
     some = _of_fewer(before, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1") if cp else None
     few = _of_fewer(before, size, tokens_between(inside, region), KEY, FIX) if region.sequence else None
     parts = {} if whole is None else parts_of(root, whole, divided_modules(module))
@@ -110,7 +118,8 @@ def export_cut(
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length // region.divides))
     found = cut_at(module, root, graph, at, layers)
-    return replace(found, partly=partly, idle=idle, loss=loss, some_words=words is not None)
+    some_words = words is not None
+    return replace(found, partly=partly, idle=idle, loss=loss, some_words=some_words, vocabulary=vocabulary)
 
 
 def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, fx.Graph, str]:
@@ -121,6 +130,7 @@ def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, 
         again, assigned = _again(module, size, length) or (root, [])
         refuse_counter(assigned, root.graph, again.graph)
     refuse_hidden_writes(root)
+    refuse_unseen(root)
     return root, *_tidied(module, root, (size, length))
 
 

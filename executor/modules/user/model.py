@@ -164,6 +164,11 @@ class UserModel:
         return self._region.tp if self._cut.some_words else RankAxis()
 
     @property
+    def vocabulary(self) -> int | None:
+        """Of how many words there are logits, where its graph says it."""
+        return self._cut.vocabulary
+
+    @property
     def reads_tokens(self) -> frozenset[str]:
         """Chunks behind the first that read the token ids themselves, not their shape alone."""
         return self._cut.wants_ids - self._cut.shape_only

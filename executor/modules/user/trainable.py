@@ -42,7 +42,8 @@ def refuse_unread(idle: Sequence[str]) -> None:
     """Raise PiperError (model) where there are parameters that nothing reads."""
     if idle:
         message = f"{idle[0]} and {len(idle) - 1} more parameters are" if len(idle) > 1 else f"{idle[0]} is"
-        raise model_error(f"{message} read by no chunk", "leave out what is not used", key="model.module")
+        fix = "leave out what logits are not made of: the first output of sequences, tokens and features"
+        raise model_error(f"{message} read by no chunk", fix, key="model.module")
 
 
 def refuse_hook(name: str, ranks: Mapping[str, int]) -> None:
@@ -64,7 +65,8 @@ def refuse_training(module: nn.Module, cut: ChunkedModel, live: bool) -> None:
         if getattr(part, "track_running_stats", False):
             raise unrepeatable(f"{name} keeps running statistics", "sums over microbatches alone", "LayerNorm")
     if cut.loss:
-        message, fix = f"forward returns a loss of its own ({cut.loss})", "output_router_logits = False, say"
+        message = f"forward returns a loss of its own ({cut.loss})"
+        fix = "return logits alone (output_router_logits = False)"
         raise model_error(message, fix, "logits: a run's loss is that of the next tokens", "model.module")
     if late := [n for n, p in module.named_parameters() if p._post_accumulate_grad_hooks]:
         message, fix = f"{late[0]} has a hook behind its sum of gradients, which nobody would call", "leave it out"

@@ -16,6 +16,11 @@ from executor.modules.user.writes import storages, written
 from ir.core.errors import PiperError
 
 Assigned = tuple[str, nn.Module, str, float]
+UNSEEN = {
+    "cond": ("torch.cond", "torch.where of both"),
+    "_vmap_increment_nesting": ("torch.vmap", "a dim more: broadcasting, or einsum"),
+    **{name: (name, "a loop over sizes") for name in ("scan", "associative_scan", "while_loop", "map_impl")},
+}
 
 
 @contextmanager
@@ -71,6 +76,16 @@ def refuse_hidden_writes(root: fx.GraphModule) -> None:
             what = given.get(inside[target])
             if isinstance(what, fx.Node) and (base[what].op in ("get_attr", "placeholder") or not node.users):
                 raise _beside(f"writes {base[what].target}")
+
+
+def refuse_unseen(root: fx.GraphModule) -> None:
+    """Raise PiperError (model) for what calls code of the user's in a way that no pass sees into."""
+    for node in root.graph.nodes:
+        if how := UNSEEN.get(getattr(node.target, "__name__", "")):
+            paths = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+            path = "".join(paths[-1:]) or "forward"
+            message, allowed = f"{path} calls {how[0]}, whose inside no plan measures or divides", "torch's plain ops"
+            raise model_error(message, how[1], allowed, "model.module")
 
 
 def _held(root: fx.GraphModule, node: object) -> Any:

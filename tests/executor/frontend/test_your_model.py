@@ -1,6 +1,7 @@
 """docs/YOUR_MODEL.md as its reader follows it; and what cannot be exported is refused with the user's line."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from executor.frontend.capture import capture
 from executor.modules.user.exported import export_cut
 from executor.modules.user.model import UserModel
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.errors import PiperError
+from ir.core.work import DType
 from piper_sim.app.cli import main
 from tests.docs.test_docs import ROOT, blocks, commands
 
@@ -136,6 +139,86 @@ def test_what_is_refused_for_its_inputs_and_outputs_is_not_told_to_branch(made: 
     with pytest.raises(PiperError, match=said) as info:
         export_cut(made(), {"PP": "layers.*"}, 2, 3)
     assert fix in (info.value.suggestion or "")
+
+
+class Calling(Net):
+    """Something between its layers, by name."""
+
+    def __init__(self, what: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, ids: Tensor) -> Any:
+        """Of its last layer."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = self.what(layer(x), layer.weight)
+        return x
+
+
+class Turned(nn.Module):
+    """Real logits."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Of complex ones."""
+        found: Tensor = self.net(ids).real
+        return found
+
+
+class Turning(nn.Linear):
+    """Complex numbers in and out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, features)."""
+        y = super().forward(x.real if x.is_complex() else x)
+        return torch.complex(y, y)
+
+
+def test_complex_numbers_at_seams_are_named() -> None:
+    net = Calling(lambda x, w: x)
+    net.layers = nn.ModuleList(Turning(4, 4) for _ in range(2))
+    with pytest.raises(PiperError, match=r"crosses seams is of .* complex") as info:
+        export_cut(Turned(net), {"PP": "net.layers.*"}, 2, 3)
+    assert "view_as_real" in (info.value.suggestion or "")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own exporting
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda x, w: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "torch.cond"),
+        (lambda x, w: x + torch.vmap(lambda row: x @ row)(w).movedim(0, -1), "torch.vmap"),
+    ],
+)
+def test_what_no_pass_sees_into_is_named(what: Callable[[Tensor, Tensor], Tensor], said: str) -> None:
+    with pytest.raises(PiperError, match=f"^model.module: forward calls {said}") as info:
+        export_cut(Calling(what), {"PP": "layers.*"}, 2, 3)
+    assert info.value.key == "model.module" and info.value.kind.exit_code == 2
+
+
+class Padded(nn.Module):
+    """More rows than words, as where tokens are added, or a table is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(12, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of nine."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight[:9].T
+
+
+def test_a_run_draws_and_takes_tokens_that_there_are_logits_of() -> None:
+    given: dict[str, Any] = {"batch": (1, 3), "dtype": DType.FP32, "tags": {"PP": "layers.*"}}
+    assert capture(Padded(), **given)["vocab"] == 9
+    assert capture(Net(), **given)["vocab"] == 4  # of nine rows: what a layer gives is taken for logits
 
 
 def test_what_is_refused_whole_is_not_said_to_be_so_for_fewer_tokens() -> None:

@@ -47,12 +47,14 @@ def pack_seams(module: nn.Module, graph: fx.Graph, at: At, batch: tuple[int, int
     totals = [sum(n.meta["val"].numel() for n in alive) for alive in seams]
     width = max((-(-total // prod(batch)) for total in totals), default=0)
     kinds = {n.meta["val"].dtype for alive in seams for n in alive}
-    if all(len(alive) == 1 and alive[0].meta["val"].shape == (*batch, width) for alive in seams):
+    numbers = all(kind.is_floating_point for kind in kinds)
+    if numbers and all(len(alive) == 1 and alive[0].meta["val"].shape == (*batch, width) for alive in seams):
         return
-    if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
+    if len(kinds) != 1 or not numbers:
         named = {n.name: str(n.meta["val"].dtype) for alive in seams for n in alive}
-        message = f"what crosses seams is of several formats, or of integers: {named}"
-        raise model_error(message, "move the seam", "floating point, of one format", "model.module")
+        message = f"what crosses seams is of several formats, of integers, or complex: {named}"
+        fix = "move the seam, or cast before it (torch.view_as_real)"
+        raise model_error(message, fix, "floating point, of one format", "model.module")
     for node, name in chunks.items():  # a pack is to stand with its chunk, whatever made-again nodes stand around it
         at[node] = ((SEAM, int(name[1:])),) if name[1:].isdigit() and node not in again else ()
     for i in range(len(seams)):
