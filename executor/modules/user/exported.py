@@ -86,19 +86,14 @@ def export_cut(
     ['embed', 'l0', 'l1']
     """
     _check_tags(module, tags)
-    _check_inputs(module)
-    inside, cp = length // region.cp.size, region.cp.size > 1
     before = copy_of(module) if region.divides > 1 else module  # what the call for all tokens notes is not in it
     with _blaming("as tp divides it", "model.tp_plan", TOGETHER, whole is not None):
         root, graph, loss = _of_all(module, size, length)
     vocabulary = [*graph.nodes][-1].all_input_nodes[0].meta["val"].shape[-1]
-    some = _of_fewer(before, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1") if cp else None
-    few = _of_fewer(before, size, tokens_between(inside, region), KEY, FIX) if region.sequence else None
+    some, few = _of_ranks(before, size, length, region, seed)
     parts = {} if whole is None else parts_of(root, whole, divided_modules(module))
     flag_causal(root)
     reseed(graph, seed, ValuesOfRank(parts, region.tp.size, region.tp.index))
-    for fewer in (g for g in (some, few) if g is not None):
-        reseed(fewer, seed)
     pairs, attentions = {} if few is None else pairs_of(root, few), list[fx.Node]()
     if some is not None:
         again = made_again(module, graph)
@@ -111,6 +106,7 @@ def export_cut(
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
     partly, between = frozenset[int](), NONE
     if few is not None:
+        inside = length // region.cp.size
         between = share_between(root, at, pairs, made_again(module, graph), cut, region, inside)
     words = keep_words(graph, region.tp.size)
     if region.tp.size > 1:
@@ -118,8 +114,7 @@ def export_cut(
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length // region.divides))
     found = cut_at(module, root, graph, at, layers)
-    some_words = words is not None
-    return replace(found, partly=partly, idle=idle, loss=loss, some_words=some_words, vocabulary=vocabulary)
+    return replace(found, partly=partly, idle=idle, loss=loss, some_words=words is not None, vocabulary=vocabulary)
 
 
 def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, fx.Graph, str]:
@@ -132,6 +127,20 @@ def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, 
     refuse_hidden_writes(root)
     refuse_unseen(root)
     return root, *_tidied(module, root, (size, length))
+
+
+def _of_ranks(
+    module: nn.Module, size: int, length: int, region: RankRegion, seed: int
+) -> tuple[fx.Graph | None, fx.Graph | None]:
+    """Its graphs for a cp rank's tokens, and for those that it has beside regions of tp; None where it has them all."""
+    some, few, inside = None, None, length // region.cp.size
+    if region.cp.size > 1:
+        some = _of_fewer(module, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1")
+        reseed(some, seed)
+    if region.sequence:
+        few = _of_fewer(module, size, tokens_between(inside, region), KEY, FIX)
+        reseed(few, seed)
+    return some, few
 
 
 def _of_fewer(module: nn.Module, size: int, length: int, key: str, fix: str) -> fx.Graph:
@@ -224,6 +233,7 @@ def _again(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, l
 
 def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     """The whole forward as one graph, with the module's own parameters. No caches: they are for generating text."""
+    _check_inputs(module)
     ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
     try:
         return torch.export.export(module, (ids,), options(module), strict=False).module()
