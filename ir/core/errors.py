@@ -98,9 +98,22 @@ def _rebuild(
     return PiperError(kind, message, file=file, key=key, allowed=allowed, suggestion=suggestion)
 
 
-def job_error(key: str | None, message: str, fix: str | None = None, allowed: str | None = None) -> PiperError:
+def job_error(
+    key: str | None,
+    message: str,
+    fix: str | None = None,
+    allowed: Iterable[str] | str | None = None,
+    file: str | None = None,
+) -> PiperError:
     """What a key of the job cannot be."""
-    return PiperError(ErrorKind.JOB, message, key=key, allowed=allowed, suggestion=fix)
+    return PiperError(ErrorKind.JOB, message, file=file, key=key, allowed=allowed, suggestion=fix)
+
+
+def usage_error(
+    key: str | None, message: str, fix: str | None = None, allowed: Iterable[str] | str | None = None
+) -> PiperError:
+    """What a flag, or an argument of the library, cannot be."""
+    return PiperError(ErrorKind.USAGE, message, key=key, allowed=allowed, suggestion=fix)
 
 
 def directive_error(message: str, allowed: Iterable[str] | str | None = None, fix: str | None = None) -> PiperError:

@@ -8,10 +8,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, job_error, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest, usage_error
 from ir.core.files import FileErrors, check_plain, read_toml, typed
-from ir.job.schema import OPEN, SECTIONS, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection, own_keys
-from ir.job.table import toml_value
+from ir.job.schema import OPEN, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection
+from ir.job.table import keys_of, toml_value
 from ir.schedules.registry import NAMES, canonical
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
@@ -34,15 +34,14 @@ def load_job(path: str | Path | Mapping[str, Any], set: Iterable[str] = ()) -> J
     if isinstance(path, Mapping):
         return job_from(path, sets)
     if not isinstance(path, (str, PathLike)):
-        said, may = f"no job can be read from {path!r:.40}", "a path, or sections as a mapping"
-        raise PiperError(ErrorKind.USAGE, said, key="load_job", allowed=may, suggestion=_FIX)
+        raise usage_error("load_job", f"no job can be read from {path!r:.40}", _FIX, "a path, or sections as a mapping")
     return job_from(read_toml(path, FORM), sets, str(path))
 
 
 def no_job(given: object) -> PiperError:
     """The error of a path, sections or a list where the library takes a job."""
     said, fix = f"{given!r:.40} is no job", "piper_sim.load_job(path or sections)"
-    return PiperError(ErrorKind.USAGE, said, key="job", allowed="what load_job returns", suggestion=fix)
+    return usage_error("job", said, fix, "what load_job returns")
 
 
 def job_from(table: Mapping[str, Any], sets: Iterable[str] = (), file: str = "job") -> Job:
@@ -69,13 +68,12 @@ def _set(table: dict[str, Any], item: str) -> list[str]:
     path, eq, text = str(item).partition("=")
     keys = path.strip().split(".")
     if not eq or len(keys) < 2 or not all(keys):
-        raise PiperError(ErrorKind.USAGE, f"{item!r} sets nothing", key="--set", allowed="--set section.key=value")
+        raise usage_error("--set", f"{item!r} sets nothing", allowed="--set section.key=value")
     at = table
     for k in keys[:-1]:
         at = at.setdefault(k, {})
         if not isinstance(at, dict):
-            message = f"{k} is a value, not a section"
-            raise PiperError(ErrorKind.USAGE, message, key=f"--set {path}", allowed="--set section.key=value")
+            raise usage_error(f"--set {path}", f"{k} is a value, not a section", allowed="--set section.key=value")
     at[keys[-1]] = _bare(text.strip())
     return keys
 
@@ -93,7 +91,7 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     check_plain(table, FORM)
     found: dict[str, Any] = {}
     for name, value in table.items():
-        found[name] = _with_overrides(SECTIONS[name], value) if name in OPEN and isinstance(value, dict) else value
+        found[name] = _with_overrides(name, value) if name in OPEN and isinstance(value, dict) else value
     speed = found["cluster"].get("speed") if isinstance(found.get("cluster"), dict) else None
     if isinstance(speed, dict):
         found["cluster"]["speed"] = {str(rank): factor for rank, factor in speed.items()}  # Python's ranks are numbers
@@ -131,9 +129,9 @@ def _names_module(model: object) -> bool:
     return isinstance(model, dict) and ("graph" in model or ("module" in model and "config" not in model))
 
 
-def _with_overrides(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
+def _with_overrides(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """An open section, its other keys under `overrides`."""
-    known = own_keys(cls)
+    known = keys_of(section)
     own = {k: v for k, v in table.items() if k in known}
     return own | {"overrides": {k: v for k, v in table.items() if k not in known}}
 
@@ -209,7 +207,7 @@ def tried(search: JobSearch, form: FileErrors) -> JobSearch:
 
 def _values(key: str, values: object, form: FileErrors) -> tuple[object, ...]:
     if key not in KEYS:
-        known = [*KEYS, *own_keys(JobSearch)]
+        known = [*KEYS, *keys_of("search")]
         near = nearest(key, known)
         fix = f"search.{near}" if near else None
         raise form.wrong(f"unknown key {key!r}", None, f"search.{key}", ", ".join(known), fix)
@@ -259,4 +257,4 @@ def scheduled(name: str, key: str) -> str:
     try:
         return canonical(name)
     except PiperError as e:
-        raise PiperError(ErrorKind.JOB, e.message, key=key, allowed=e.allowed, suggestion=e.suggestion) from None
+        raise job_error(key, e.message, e.suggestion, e.allowed) from None

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from ir.core.errors import job_error
 from ir.core.files import named_path
 from ir.core.limits import check_layers
-from ir.job.schema import Job, ModelSection, own_keys
+from ir.job.schema import Job
+from ir.job.table import keys_of
 from ir.workload import load_config, model_chunks
 from ir.workload.captured import CapturedModel, CapturedModelWork, load_captured
 from ir.workload.config.load import config_from, presets
@@ -60,7 +61,7 @@ def read_model(job: Job) -> JobModel:
     if m.graph is None:
         check_layers(m.overrides)
         path = named_path(job.file, m.config, presets()) if m.config else ""
-        own = own_keys(ModelSection)
+        own = keys_of("model")
         config = load_config(path, m.overrides, own) if path else config_from({}, job.file, m.overrides, own)
         return JobModel(config, model_chunks(config), m.attention)
     if extra := [*(["config"] if m.config else []), *m.overrides]:

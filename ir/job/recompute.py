@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from ir.core.errors import PiperError, job_error
+from ir.core.errors import job_error
 from ir.graph.recompute import RecomputedLayers
 from ir.job.schema import Job
 from ir.workload.part import Chunk
@@ -61,12 +61,7 @@ def recomputed_layers(job: Job, stages: Sequence[Sequence[Chunk]]) -> Recomputed
 
 
 def _slice(text: str) -> slice:
-    found = _SLICE.fullmatch(text)
-    if found is None:
-        raise _no(text)
+    if (found := _SLICE.fullmatch(text)) is None:
+        fix = text if text.isdigit() else "'1::2' for every second layer"
+        raise job_error(_KEY, f"not layers: {text!r}", fix, _ALLOWED)
     return slice(*(int(n) if n else None for n in found.groups()))
-
-
-def _no(text: str) -> PiperError:
-    fix = text if text.isdigit() else "'1::2' for every second layer"
-    return job_error(_KEY, f"not layers: {text!r}", fix, _ALLOWED)

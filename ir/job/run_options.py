@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import usage_error
 
 KEPT = 2  # checkpoints, unless told otherwise
 
@@ -83,14 +83,13 @@ class JobRunOptions:
         usual = {"--steps": "1", "--watchdog": "15", "--emulate": "0.01", "--emulate-comm": "0.001"}
         for flag, value, good, allowed, unit in rules:
             if not good:
-                fix = f"{flag} {usual[flag]}"
-                raise PiperError(ErrorKind.USAGE, f"{value} {unit}", key=flag, allowed=allowed, suggestion=fix)
+                raise usage_error(flag, f"{value} {unit}", f"{flag} {usual[flag]}", allowed)
         if self.racecheck and not self.real:
             message = "ops of a given time touch nothing that could race"
-            raise PiperError(ErrorKind.USAGE, message, key="--racecheck", suggestion="leave out --emulate and --replay")
+            raise usage_error("--racecheck", message, "leave out --emulate and --replay")
         if self.replay is not None and self.emulate is not None:
             message = "ops take either a given time or that of a trace"
-            raise PiperError(ErrorKind.USAGE, message, key="--replay", suggestion="leave out --emulate")
+            raise usage_error("--replay", message, "leave out --emulate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The sections and keys of a job file, with their defaults. Field names are the keys; units stand in names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, get_type_hints
 
 from msgspec import Meta
@@ -327,15 +327,5 @@ class Job:
 
 
 SECTIONS: Mapping[str, type] = {name: cls for name, cls in get_type_hints(Job).items() if name != "file"}
-
-
-def own_keys(section: type) -> tuple[str, ...]:
-    """The job's keys of a section that is open to others.
-
-    >>> own_keys(JobSearch)
-    ('pin', 'objective', 'memory_limit_GiB', 'seed')
-    """
-    return tuple(f.name for f in fields(section) if f.name != "overrides")
-
 
 OPEN = ("model", "cluster", "search")  # other keys belong to the model config, the hardware file, other sections

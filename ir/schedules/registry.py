@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError, job_error, nearest
+from ir.core.errors import PiperError, job_error, nearest, usage_error
 from ir.core.order import Order
 from ir.schedules import fixed
 from ir.schedules.schedule import OpTimes, Schedule, StagePlacement
@@ -101,13 +101,7 @@ def canonical(name: str) -> str:
     if found := _ALIASES.get(word):
         return found
     close = nearest(word, _ALIASES, coded=False)
-    raise PiperError(
-        ErrorKind.USAGE,
-        f"unknown schedule {name!r}",
-        key="schedule.name",
-        allowed=NAMES,
-        suggestion=_ALIASES[close] if close else None,
-    )
+    raise usage_error("schedule.name", f"unknown schedule {name!r}", _ALIASES[close] if close else None, NAMES)
 
 
 def default_chunks(name: str) -> int:
@@ -179,17 +173,16 @@ def check_shape(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     least = 2 if name == "dualpipe" else 1
     if ranks < 1:
         ask = f"{name} needs at least {least} rank{'s' * (least > 1)}, not {ranks}"
-        raise _refusal("parallel.pp", ask, f">= {least}", str(least))
+        raise usage_error("parallel.pp", ask, str(least), f">= {least}")
     if microbatches < 1:
-        raise _refusal(
-            "schedule.microbatches", f"{name} needs at least 1 microbatch, not {microbatches}", ">= 1", str(ranks)
-        )
+        message = f"{name} needs at least 1 microbatch, not {microbatches}"
+        raise usage_error("schedule.microbatches", message, str(ranks), ">= 1")
     if not legal_chunks(name, chunks):
         raise _wrong_chunks(name, chunks)
     if name == "dualpipe" and ranks % 2:
         message = f"dualpipe needs an even number of ranks to pair them, not {ranks}"
         fix = f"{ranks + 1} ranks, or dualpipev, which takes any number"
-        raise _refusal("parallel.pp", message, "an even number", fix)
+        raise usage_error("parallel.pp", message, fix, "an even number")
 
 
 # One schedule each, that changes its name with the number of chunks.
@@ -204,16 +197,8 @@ def _wrong_chunks(name: str, chunks: int) -> PiperError:
     why = "; its two copies are not chunks" if name == "dualpipe" else ""
     twin = _TWINS.get(name)
     also = f", or {twin}" if twin and legal_chunks(twin, chunks) else ""
-    return _refusal(
-        "schedule.stages_per_rank",
-        f"{name} needs {need}, not {chunks}{why}",
-        f"{'' if exact else '>= '}{family.least_chunks}",
-        f"{family.default_chunks}{also}",
-    )
-
-
-def _refusal(key: str, message: str, allowed: str, suggestion: str) -> PiperError:
-    return PiperError(ErrorKind.USAGE, message, key=key, allowed=allowed, suggestion=suggestion)
+    message, fix = f"{name} needs {need}, not {chunks}{why}", f"{family.default_chunks}{also}"
+    return usage_error("schedule.stages_per_rank", message, fix, f"{'' if exact else '>= '}{family.least_chunks}")
 
 
 def flushed(build: Callable[[int], Schedule], microbatches: int, flushes: int) -> Schedule:

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.core.ops import Pass
 from ir.core.work import DType, Kernel, KernelKind, Message, MessageKind, Work
 from ir.workload.captured_file import CapturedChunk, CapturedLayerPart, CapturedModelFile, read_captured
@@ -133,8 +133,7 @@ class CapturedModel:
             raise self._refuse("schedule.recompute", f"{', '.join(fine)}: a captured layer has no such parts", '"full"')
 
     def _refuse(self, key: str, message: str, allowed: object) -> PiperError:
-        fix = f"{key.split('.')[1]} = {allowed}, or capture again"
-        return PiperError(ErrorKind.JOB, message, key=key, allowed=str(allowed), suggestion=fix)
+        return job_error(key, message, f"{key.split('.')[1]} = {allowed}, or capture again", str(allowed))
 
 
 def _told(value: object) -> str:

@@ -100,16 +100,12 @@ def laid_out(chunks: Sequence[Chunk], layout: Sequence[str]) -> Stages:
         want = f"{_WORDS[have[at]]} ({have[at]})" if at < len(have) else "nothing more"
         given = flat[at] if at < len(flat) else "nothing"
         message = f"part {at + 1}, on stage {min(stage, len(layout) - 1)}, is {given}, where the model has {want}"
-        fix, allowed = format_layout([*_even(have, len(layout))]), f"{format_layout([have])} with | between"
+        cuts = pairwise(round(k * len(have) / len(layout)) for k in range(len(layout) + 1))
+        fix, allowed = format_layout([have[a:b] for a, b in cuts]), f"{format_layout([have])} with | between"
         raise job_error(_KEY, f"{message}; {counts or 'in another order'}", fix, allowed)
     found = iter(chunks)
     stages = [tuple(next(found) for _ in stage) for stage in layout]
     return tuple(s or (Chunk(f"skip{n}", (Part("skip"),)),) for n, s in enumerate(stages))
-
-
-def _even(have: str, stages: int) -> list[str]:
-    cuts = [round(k * len(have) / stages) for k in range(stages + 1)]
-    return [have[a:b] for a, b in pairwise(cuts)]
 
 
 def _letter(chunk: Chunk) -> str:

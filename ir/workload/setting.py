@@ -289,13 +289,10 @@ def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape
     for key in ("seq_len", "encoder_seq_len"):
         if config.positions and (given := getattr(shape, key)) > config.max_positions:
             message = f"{given} tokens, but {config.source} has learned positions for {config.max_positions}"
-            fix = f"{key} = {config.max_positions}, or more positions ({_positions_key(config)})"
+            known = {"mpt": "max_seq_len", "gpt2": "n_positions", "gpt_bigcode": "n_positions"}
+            more = known.get(config.model_type, "max_position_embeddings")
+            fix = f"{key} = {config.max_positions}, or more positions ({more})"
             raise PiperError(ErrorKind.MODEL, message, key=f"model.{key}", suggestion=fix)
-
-
-def _positions_key(config: ModelConfig) -> str:
-    known = {"mpt": "max_seq_len", **dict.fromkeys(("gpt2", "gpt_bigcode"), "n_positions")}
-    return known.get(config.model_type, "max_position_embeddings")
 
 
 def uneven(axis: str, by: int, what: str, size: int, near: int | None = None) -> PiperError:

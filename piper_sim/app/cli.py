@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ir.core.errors import ErrorKind, PiperError, nearest, printable
+from ir.core.errors import ErrorKind, PiperError, nearest, printable, usage_error
 from piper_sim.app.ending import abandon, open_streams, told, unexpected, unwinding
 
 _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
@@ -39,19 +39,13 @@ class _Parser(argparse.ArgumentParser):
             near = nearest(said[1], words) if said and words else None
             fix = f"{flag} {near}" if near else f"{self.prog} --help"
             may = words or (re.sub(r" \(default.*", "", action.help) if action and action.help else flags)
-            return PiperError(ErrorKind.USAGE, m[2], key=flag, allowed=may, suggestion=fix)
+            return usage_error(flag, m[2], fix, may)
         near = None
         if m := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             first = m[1].split()[0] if m[1].split() else ""
             near = nearest(first, flags) if first.startswith("-") else None
-            return PiperError(
-                ErrorKind.USAGE,
-                message,
-                key=first or self.prog,
-                allowed=flags,
-                suggestion=near or f"{self.prog} --help",
-            )
-        return PiperError(ErrorKind.USAGE, message, key=self.prog, allowed=flags, suggestion=f"{self.prog} --help")
+            return usage_error(first or self.prog, message, near or f"{self.prog} --help", flags)
+        return usage_error(self.prog, message, f"{self.prog} --help", flags)
 
 
 def parser() -> _Parser:
@@ -121,8 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _lost(top: _Parser, command: str | None, unknown: Sequence[str]) -> PiperError:
     """No command, or flags that it does not have."""
     if command is None:
-        key, fix = "piper-sim", "piper-sim demo"
-        return PiperError(ErrorKind.USAGE, "no command", key=key, allowed=list(COMMANDS), suggestion=fix)
+        return usage_error("piper-sim", "no command", "piper-sim demo", list(COMMANDS))
     subs = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction))
     sub: _Parser = subs.choices[command]
     return sub.refusal(f"unrecognized arguments: {' '.join(unknown)}")
@@ -131,10 +124,7 @@ def _lost(top: _Parser, command: str | None, unknown: Sequence[str]) -> PiperErr
 def _refuse_unknown(args: Sequence[str]) -> None:
     first = next((a for a in args if not a.startswith("-")), None)
     if first is not None and first not in COMMANDS:
-        near = nearest(first, COMMANDS)
-        raise PiperError(
-            ErrorKind.USAGE, f"no command {first!r}", key="piper-sim", allowed=list(COMMANDS), suggestion=near
-        )
+        raise usage_error("piper-sim", f"no command {first!r}", nearest(first, COMMANDS), list(COMMANDS))
 
 
 def _dispatch(parsed: argparse.Namespace) -> int:

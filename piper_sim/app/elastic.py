@@ -13,7 +13,7 @@ from math import gcd
 
 from executor.launch.torchrun import end, report
 from executor.launch.torchrun import main as rank_main
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from piper_sim.app.captured import load_job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.search import search
@@ -58,8 +58,7 @@ def chosen(path: str, sets: Sequence[str], world: int, here: int) -> list[str]:
     pins = [f"search.pin={json.dumps(PINNED)}"]
     found = search(load_job(path, [*sets, *new, *pins]), BUDGET_S)
     if found.best is None:
-        fix = "--nnodes with as many nodes as the job has"
-        raise PiperError(ErrorKind.JOB, f"no plan for {world} processes", key="WORLD_SIZE", suggestion=fix)
+        raise job_error("WORLD_SIZE", f"no plan for {world} processes", "--nnodes with as many nodes as the job has")
     return [*new, *(f"{k}={json.dumps(v)}" for k, v in found.best["changes"].items())]
 
 

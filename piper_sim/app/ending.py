@@ -64,12 +64,6 @@ class _Lossy(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
-def _lossy(stream: TextIO) -> TextIO:
-    """A standard stream, line by line, that never fails to write."""
-    raw = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(raw, stream.encoding, "piper_sim.plainly", line_buffering=True)
-
-
 def open_streams() -> None:
     """Streams to write on: closed ones lead nowhere, letters that a terminal lacks become plainer ones, and what is
     said of work on its way never ends it.
@@ -78,7 +72,8 @@ def open_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (stays open)
         elif name == "stderr" and (own := sys.__stderr__) is sys.stderr and own is not None:  # no test's, or notebook's
-            sys.stderr = _lossy(own)
+            raw = io.BufferedWriter(_Lossy(own.fileno(), "w", closefd=False))
+            sys.stderr = io.TextIOWrapper(raw, own.encoding, "piper_sim.plainly", line_buffering=True)
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="piper_sim.plainly")
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import usage_error
 from piper_sim.app.commands.output import print_json, refuse_existing, write
 from piper_sim.study.history.logs import LOG, read_log
 from piper_sim.study.history.table import parse_runs
@@ -18,7 +18,7 @@ def main(args: argparse.Namespace) -> int:
     refuse_existing(args.out, (FILE,), args.force)
     keys = [text.partition("=") for text in args.sets]
     if any(not equals or "," in value for _, equals, value in keys):
-        raise PiperError(ErrorKind.USAGE, "a table's cell holds one value", key="--set", allowed="section.key=value")
+        raise usage_error("--set", "a table's cell holds one value", allowed="section.key=value")
     columns = [key for key, _, _ in keys]
     rows, table = list[dict[str, object]](), [", ".join([*columns, "iteration_s", "peak_allocated_GiB", "note"])]
     for path in args.logs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, nearest, usage_error
 from ir.job import Job, load_job
 from ir.job.build import PreparedJob
 from ir.job.run_options import CheckpointOptions, JobRunOptions
@@ -44,18 +44,17 @@ def runtime(
         raise PiperError(ErrorKind.MISSING_DEPENDENCY, f"no {error.name}", key="runtime", suggestion=fix) from error
 
     if backend not in BACKENDS:
-        near, allowed = nearest(backend, BACKENDS), ", ".join(BACKENDS)
-        raise PiperError(ErrorKind.USAGE, f"backend {backend!r}", key="backend", allowed=allowed, suggestion=near)
+        raise usage_error("backend", f"backend {backend!r}", nearest(backend, BACKENDS), ", ".join(BACKENDS))
 
     if isinstance(job, Job) and set:
         message, fix = f"overrides of a job that is loaded: {set}", f"runtime(load_job(path, set={set!r}))"
-        raise PiperError(ErrorKind.USAGE, message, key="set", allowed="with a path, or sections", suggestion=fix)
+        raise usage_error("set", message, fix, "with a path, or sections")
 
     def judge(ranks: int) -> tuple[PreparedJob, Plan]:
         found = with_graph(job if isinstance(job, Job) else load_job(job, set))
         if steps is None and found.optimizer.schedule == "wsd":
             message, fix = "wsd falls at the end of a loop whose end is not known", "runtime(job, steps=1000)"
-            raise PiperError(ErrorKind.USAGE, message, key="steps", suggestion=fix)
+            raise usage_error("steps", message, fix)
         return judged(prepare_priced(found, hardware_of(found)), options(ranks))
 
     def options(ranks: int) -> JobRunOptions:

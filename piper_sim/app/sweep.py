@@ -3,14 +3,14 @@
 import argparse
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, usage_error
 from ir.job.build import blaming
 from ir.job.load import load_job as read_job
 from piper_sim.app.captured import load_job
@@ -89,7 +89,7 @@ def _grid(tries: Sequence[str]) -> list[dict[str, Any]]:
         key, equals, listed = text.partition("=")
         if key.strip() in values:
             message, fix = f"{key.strip()} is given twice", f"--try '{key.strip()}=[…]' with all of its values"
-            raise PiperError(ErrorKind.USAGE, message, key="--try", suggestion=fix)
+            raise usage_error("--try", message, fix)
         with suppress(ValueError, TypeError, RecursionError):
             read = tomllib.loads(f"v = {listed}")["v"]
             values[key.strip()] = json.loads(json.dumps(read, allow_nan=False))  # as rows say it: no dates, no nan
@@ -97,12 +97,12 @@ def _grid(tries: Sequence[str]) -> list[dict[str, Any]]:
         if not equals or "." not in key or not isinstance(found, list) or not found:
             allowed, fix = "section.key=[value, value]", "--try 'parallel.tp=[1, 2, 4]'"
             message = f"no list of values: {text!r}"
-            raise PiperError(ErrorKind.USAGE, message, key="--try", allowed=allowed, suggestion=fix)
+            raise usage_error("--try", message, fix, allowed)
     count = 1
     for found in values.values():
         count *= len(found)
     if count > MOST:
-        raise PiperError(ErrorKind.USAGE, f"{count:,} combinations", key="--try", allowed=f"up to {MOST:,}")
+        raise usage_error("--try", f"{count:,} combinations", allowed=f"up to {MOST:,}")
     return [dict(zip(values, point, strict=True)) for point in product(*values.values())]
 
 
@@ -152,10 +152,5 @@ def _table(rows: Sequence[Object]) -> Mapping[str, bytes | str]:
     """rows.parquet, or rows.csv without pyarrow: a column a key; what a key holds more than one value of is JSON."""
     from pandas import DataFrame
 
-    found = DataFrame([dict(_cells(row)) for row in rows])
+    found = DataFrame([{k: json.dumps(v) if isinstance(v, dict | list) else v for k, v in row.items()} for row in rows])
     return parquet_files({"rows": found}) if find_spec("pyarrow") else {"rows.csv": found.to_csv(index=False)}
-
-
-def _cells(row: Object) -> Iterator[tuple[str, object]]:
-    for key, value in row.items():
-        yield key, json.dumps(value) if isinstance(value, dict | list) else value

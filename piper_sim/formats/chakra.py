@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import job_error
 from ir.core.work import MessageKind
 from ir.plan.places import RankPlacement
 from ir.plan.plan import OpKind, OpShape, Plan
@@ -37,8 +37,7 @@ def chakra_files(plan: Plan, trace: Trace) -> dict[str, bytes | str]:
     each = np.diff(plan.bounds)
     if (nodes := int(each.sum()) * places.ranks // max(1, plan.programs)) > MOST_NODES:
         message = f"{nodes:,} nodes on {places.ranks} ranks"
-        fix = "--set parallel.dp=1, or fewer microbatches"
-        raise PiperError(ErrorKind.JOB, message, key="parallel.dp", allowed=f"up to {MOST_NODES:,}", suggestion=fix)
+        raise job_error("parallel.dp", message, "--set parallel.dp=1, or fewer microbatches", f"up to {MOST_NODES:,}")
     times = {key: (a, b) for key, a, b in _rows(trace)}
     meeting = _meeting(plan)
     groups: dict[tuple[int, ...], str] = {}

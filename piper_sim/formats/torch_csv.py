@@ -1,6 +1,6 @@
 """A schedule as torch.distributed.pipelining's CSV: a row of op texts per rank, compute only."""
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import job_error
 from ir.directives.place import OrderDirective, PlaceDirective
 from ir.job.build import PreparedJob
 
@@ -15,5 +15,5 @@ def order_csv(prepared: PreparedJob) -> str:
     rows = {group: order for table in tables for group, order in table}
     if twice:
         message = f"torch's runtime has each stage on one rank; {prepared.schedule} has two copies"
-        raise PiperError(ErrorKind.JOB, message, key="schedule.name", allowed="one direction", suggestion="dualpipev")
+        raise job_error("schedule.name", message, "dualpipev", "one direction")
     return "".join(",".join(rows[rank].cells()) + "\n" for rank in sorted(rows))

@@ -136,7 +136,9 @@ class ShellJobBranches:
         if op in _SAME or op == "!=":
             same = fnmatchcase(a, b) if kind == "[[" and right[:1] not in "\"'" else a == b
             return YES if same == (op != "!=") else NO
-        return _ordered(a, op, b)
+        if op not in _ORDERED or not all(re.fullmatch(r"-?\d{1,15}", x) for x in (a, b)):
+            return MAYBE
+        return YES if getattr(operator, op[1:])(int(a), int(b)) else NO
 
     def _outer(self) -> ShellJobTruth:
         both = (self.blocks[-1].arm, self.blocks[-1].outside) if self.blocks else ()
@@ -197,9 +199,3 @@ def _turned(words: Sequence[str]) -> tuple[bool, Sequence[str]]:
     """Whether `!` in front turns an answer round, and the words behind."""
     first = next((i for i, w in enumerate(words) if w != "!"), len(words))
     return first % 2 == 1, words[first:]
-
-
-def _ordered(a: str, op: str, b: str) -> ShellJobTruth:
-    if op not in _ORDERED or not all(re.fullmatch(r"-?\d{1,15}", x) for x in (a, b)):
-        return MAYBE
-    return YES if getattr(operator, op[1:])(int(a), int(b)) else NO

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, job_error, nearest
+from ir.core.errors import PiperError, job_error, nearest, usage_error
 from ir.core.files import named_path
 from ir.graph.recompute import RecomputedLayers
 from ir.job.build import PreparedJob, precision_of, prepare
@@ -67,8 +67,7 @@ def exported_to(word: str, others: tuple[str, ...] = ()) -> str:
     name, allowed = "megatron" if word == "megatron-lm" else word, (*others, *FRAMEWORKS)
     if name in allowed:
         return name
-    fix = nearest(name, allowed)
-    raise PiperError(ErrorKind.USAGE, f"no format {word!r}", key="--to", allowed=allowed, suggestion=fix)
+    raise usage_error("--to", f"no format {word!r}", nearest(name, allowed), allowed)
 
 
 def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], PreparedJob] = prepare) -> ExportedJob:
@@ -220,14 +219,13 @@ def hugging_face(job: Job) -> dict[str, object]:
     """
     if job.model.graph is not None:
         message = "a captured model has no config.json"
-        raise PiperError(ErrorKind.JOB, message, file=job.file, key="model.graph", allowed="model.config")
+        raise job_error("model.graph", message, allowed="model.config", file=job.file)
     name = job.model.config
     found = (raw_config(named_path(job.file, name, presets())) if name else {}) | dict(job.model.overrides)
     found |= {"q_lora_rank": None} if found.get("q_lora_rank") == 0 else {}  # as transformers' class has it
     if found.get("model_type") == "megatron":
         message = "no class of transformers is called megatron, and no other has just its layers"
-        fix = "--to megatron, megatron-bridge or primus"
-        raise PiperError(ErrorKind.JOB, message, file=job.file, key="model.model_type", suggestion=fix)
+        raise job_error("model.model_type", message, "--to megatron, megatron-bridge or primus", file=job.file)
     return found
 
 

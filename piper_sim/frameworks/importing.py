@@ -164,12 +164,6 @@ def _named_files(framework: str, file: JobFile) -> Iterator[str]:
                     yield name
 
 
-def _published(framework: str, value: object) -> str | None:
-    """What the table of models calls a framework's own file of a model."""
-    name = f"{framework.partition('-')[0]}/{Path(str(value)).stem}"
-    return name if name in tables()["hub"] else None
-
-
 def _row(framework: str, a: JobArgument) -> JobTableRow | None:
     """An argument's row; files of arguments are named alike by all programs, accelerate's keys are its launcher's."""
     found = row_of(a.place or framework, a.name.removeprefix("ENV_VARS."))
@@ -193,7 +187,8 @@ def _looked_up(framework: str, a: JobArgument) -> JobEntry:
     if row is None:
         return JobEntry(a, UNKNOWN, note=f"no argument of {framework} that is known")
     key = tables()["keys"].get(row.fact, "")
-    if a.doubt and row.how == FILE and (name := _published(framework, a.value)) is not None:
+    name = f"{framework.partition('-')[0]}/{Path(str(a.value)).stem}"  # of a model, as the framework's own file has it
+    if a.doubt and row.how == FILE and name in tables()["hub"]:
         return JobEntry(a, ASSUMED, "model.config", f"{a.doubt}: the published model of that name", "hub", name)
     if a.doubt and row.how != INERT:
         return JobEntry(a, UNKNOWN, key, a.doubt)

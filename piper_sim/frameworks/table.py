@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, nearest, usage_error
 from ir.core.files import FileErrors, read_text, read_toml
 
 FORM = FileErrors("a launch", ErrorKind.JOB, "FILE", 4 * 10**6, "a launch script or config of a framework")
@@ -43,8 +43,7 @@ def framework_named(word: str) -> str:
     name, known = facts()["aliases"].get(word.lower(), word.lower()), [c for c in chains() if c != "primus-torchtitan"]
     if name in known:
         return str(name)
-    message, near = f"no framework {word!r}", nearest(word, known)
-    raise PiperError(ErrorKind.USAGE, message, key="--from", allowed=known, suggestion=near)
+    raise usage_error("--from", f"no framework {word!r}", nearest(word, known), known)
 
 
 @cache

@@ -125,7 +125,8 @@ class CostModel:
     def seconds(self, plan: Plan, classes: RankClasses | None = None) -> tuple[FloatArray, FloatArray]:
         """`price` as arrays that nobody else holds: durations and shares."""
         first = np.zeros(1, dtype=np.int64) if classes is None else classes.first
-        tables, which = self._tables(plan, first)
+        seats, which = different_seats(plan, self.ground, tuple(first.tolist()))  # one where all groups lie alike
+        tables = [self._table(plan, seat) for seat in seats]
         program, shape, at = different_ops(plan)
         alone = np.stack([t.shares for t in tables])[which[:, program], shape]
         shares = self._slowed(plan, alone, program, shape, None if classes is None else first)
@@ -146,11 +147,6 @@ class CostModel:
             duration += copying
             shares[..., CostShare.COMPUTE] += copying
         return duration.ravel(), shares.reshape(-1, len(CostShare))
-
-    def _tables(self, plan: Plan, first: IntArray) -> tuple[list[_Table], IntArray]:
-        """(tables of seconds of every shape, which one holds for [class, program]): one where all groups lie alike."""
-        seats, which = different_seats(plan, self.ground, tuple(first.tolist()))
-        return [self._table(plan, seat) for seat in seats], which
 
     def _table(self, plan: Plan, seat: RankSlot) -> _Table:
         """Seconds of every shape for ranks whose groups lie as this one's, at full speed."""

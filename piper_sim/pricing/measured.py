@@ -12,7 +12,7 @@ from cost_models.profile.file import load_profile
 from cost_models.profile.pairs import KernelPair
 from cost_models.profile.profile import CostSource, Profile, ProfileCost, lookup
 from cost_models.profile.shapes import KernelShape, op_shapes
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import job_error
 from ir.core.files import named_path
 from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class, node_classes
@@ -61,8 +61,7 @@ def profile_of(job: Job) -> Profile | None:
         return None
     if job.costs.stage_times is not None:
         fix = "leave one of the two out"
-        message = "stage_times and a profile both say what ops take"
-        raise PiperError(ErrorKind.JOB, message, key="costs.profile", file=job.file, suggestion=fix)
+        raise job_error("costs.profile", "stage_times and a profile both say what ops take", fix, file=job.file)
     return load_profile(named_path(job.file, job.costs.profile))
 
 

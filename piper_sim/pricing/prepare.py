@@ -20,7 +20,7 @@ from ir.graph.graph import Graph
 from ir.job import Job
 from ir.job.build import PreparedJob, prepare, resolve
 from ir.job.routing.described import check_routing
-from ir.job.schema import JobCluster, own_keys
+from ir.job.table import keys_of
 from ir.lower import PassMerge
 from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
@@ -38,7 +38,7 @@ def hardware_of(job: Job) -> DeviceHardware:
     gpu = job.cluster.gpu
     software = job.costs.software and named_path(job.file, job.costs.software, (*frameworks(), GENERIC))
     try:
-        hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides, own_keys(JobCluster))
+        hardware = load_hardware(named_path(job.file, gpu, presets()), job.cluster.overrides, keys_of("cluster"))
         written, costs = load_software(software), job.costs
         if costs.portable_attention is not None:
             written = structs.replace(written, portable_attention=costs.portable_attention)
@@ -68,7 +68,8 @@ def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None =
     profile_of(job)  # whether or not this command asks it for anything: a bad one is said at once
     times = None
     if name is not None and order_depends_on_times(name):
-        probe = prepare(replace(job, schedule=replace(job.schedule, name=_probe(name))), hardware.gpus_per_node)
+        fixed = "zbv" if default_chunks(name) == 2 else "1f1b"  # with the same stages
+        probe = prepare(replace(job, schedule=replace(job.schedule, name=fixed)), hardware.gpus_per_node)
         times = op_times(probe, hardware)
     made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, style_of(job, hardware))
     check_routing(job, made.config)
@@ -125,11 +126,6 @@ def weigh(job: Job, hardware: DeviceHardware) -> Callable[[ModelWork], Callable[
         return seconds
 
     return weighing
-
-
-def _probe(name: str) -> str:
-    """A fixed schedule with the same stages as a searched one."""
-    return "zbv" if default_chunks(name) == 2 else "1f1b"
 
 
 def op_times(probe: PreparedJob, hardware: DeviceHardware) -> OpTimes:

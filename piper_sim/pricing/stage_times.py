@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, job_error, nearest
+from ir.core.errors import job_error, nearest
 from ir.core.grid import quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray
@@ -53,13 +53,7 @@ def given_times(times: Mapping[str, object], stages: int) -> dict[str, list[floa
     known = ("F", "B", "I", "W", "p2p")
     for key in times:
         if key not in known:
-            raise PiperError(
-                ErrorKind.JOB,
-                f"unknown key {key!r}",
-                key="costs.stage_times",
-                allowed=", ".join(known),
-                suggestion=nearest(key, known),
-            )
+            raise job_error("costs.stage_times", f"unknown key {key!r}", nearest(key, known), ", ".join(known))
     out = {k: given_numbers(k, v, stages) for k, v in times.items() if k != "p2p"}
     whole = out.pop("B", None)
     if whole is not None:
@@ -76,6 +70,5 @@ def given_numbers(key: str, value: Any, count: int) -> list[float]:
     values = list(value) if isinstance(value, list | tuple) else [value] * count
     good = all(isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < float("inf") for v in values)
     if not good or len(values) != count:
-        allowed = f"seconds, or a list of {count} of them"
-        raise PiperError(ErrorKind.JOB, f"{key} = {value!r}", key="costs.stage_times", allowed=allowed)
+        raise job_error("costs.stage_times", f"{key} = {value!r}", allowed=f"seconds, or a list of {count} of them")
     return [float(v) for v in values]

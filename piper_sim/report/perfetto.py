@@ -31,17 +31,12 @@ def perfetto_gz(traces: Trace | Mapping[str, Trace], marks: TraceMarks | None = 
     # mtime and name would make equal traces differ.
     with gzip.GzipFile(filename="", mode="wb", fileobj=out, compresslevel=6, mtime=0) as f:
         f.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        comma = b""
-        for text in _batches(_events(named, marks)):
-            f.write(comma + text.encode("ascii"))
+        events, comma = _events(named, marks), b""
+        while batch := list(islice(events, _BATCH)):
+            f.write(comma + ",\n".join(batch).encode("ascii"))
             comma = b",\n"
         f.write(b"\n]}\n")
     return out.getvalue()
-
-
-def _batches(events: Iterator[str]) -> Iterator[str]:
-    while batch := list(islice(events, _BATCH)):
-        yield ",\n".join(batch)
 
 
 def _events(named: Mapping[str, Trace], marks: TraceMarks | None) -> Iterator[str]:

@@ -10,7 +10,7 @@ from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, usage_error
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming
 from ir.job.load import no_job
@@ -111,10 +111,9 @@ def compare(
     if wrong := [job for job in many if not isinstance(job, Job)]:
         raise no_job(wrong[0])
     if not many:
-        raise PiperError(ErrorKind.USAGE, "no job to compare", key="compare")
+        raise usage_error("compare", "no job to compare")
     if isinstance(schedules, str) or (schedules is not None and not schedules):
-        fix = f'["{DEFAULT_SCHEDULE}", "zbv"]'
-        raise PiperError(ErrorKind.USAGE, f"{schedules!r} is no list of schedules", key="schedules", suggestion=fix)
+        raise usage_error("schedules", f"{schedules!r} is no list of schedules", f'["{DEFAULT_SCHEDULE}", "zbv"]')
     names = SIX if schedules is None and len(many) == 1 else schedules
     past, found = list[PredictionBacktest | None](), list[tuple[Object, Prediction | None]]()
     for job, told in zip(many, told_apart([job.file for job in many]), strict=True):

@@ -8,7 +8,7 @@ from math import lcm
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import PiperError, nearest, usage_error
 from ir.core.ops import OpToken
 from ir.core.order import FloatArray, Order
 from ir.directives import apply
@@ -83,7 +83,7 @@ def _number(key: str, value: str) -> Fraction:
 
 
 def _usage(message: str, fix: str | None, allowed: str = "numbers from 0 up, as in F=1,B=2,p2p=0.5") -> PiperError:
-    return PiperError(ErrorKind.USAGE, message, key="--times", allowed=allowed, suggestion=fix)
+    return usage_error("--times", message, fix, allowed)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def run_schedule(
     33.0
     """
     if not 0 <= w_memory <= 1:
-        raise PiperError(ErrorKind.USAGE, f"{w_memory} is no share", key="--w-memory", allowed="0 to 1")
+        raise usage_error("--w-memory", f"{w_memory} is no share", allowed="0 to 1")
     ticks, scale = _ticks(times, ranks * microbatches * (chunks or 2))
     op_times = OpTimes(ticks["F"], ticks["I"], ticks["W"], ticks["p2p"], w_memory)
     schedule = build(name, ranks, microbatches, chunks, op_times)

@@ -212,7 +212,8 @@ def reason(p: PlannedJob) -> str:
     rank = device.index(max(device))
     have, margin = p.hardware.hbm_bytes, int(p.prepared.job.cluster.memory_margin_GiB * GIB)
     room = have - margin
-    needs = f"rank {rank} needs {_gib(device[rank])}, {_gib(device[rank] - room)} more than {_room(have, margin)}"
+    there = f"the {_gib(have)} there are{f', less a margin of {_gib(margin)}' if margin else ''}"
+    needs = f"rank {rank} needs {_gib(device[rank])}, {_gib(device[rank] - room)} more than {there}"
     at, parts = p.plan.text(int(p.memory.at[rank])), _parts(p, rank)
     asked = sum(parts.values())
     if asked <= room:  # what is asked for would fit: what does not is cached and cut into pieces too small
@@ -256,12 +257,6 @@ def _gib(nbytes: int) -> str:
     ('1.5 GiB', '0.02 GiB')
     """
     return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2}f} GiB"
-
-
-def _room(have: int, margin: int) -> str:
-    """What there is, where the margin explains it."""
-    less = f", less a margin of {_gib(margin)}" if margin else ""
-    return f"the {_gib(have)} there are{less}"
 
 
 def job_digest(job: Job, slow: JobSlowNodes | None = None) -> str:

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.core.order import FloatArray, IntArray
 from ir.job import Job
 from ir.job.routing.counts import ExpertCounts, ExpertLayer
@@ -49,7 +49,7 @@ def check_routing(job: Job, config: ModelConfig) -> None:
 
 
 def _bad(job: Job, key: str, message: str, allowed: str | None, fix: str) -> PiperError:
-    return PiperError(ErrorKind.JOB, message, key=f"routing.{key}", file=job.file, allowed=allowed, suggestion=fix)
+    return job_error(f"routing.{key}", message, fix, allowed, file=job.file)
 
 
 def counts_of(job: Job, config: ModelConfig, layers: Sequence[ExpertLayer], sources: int, mbs: int) -> ExpertCounts:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import FileErrors, named_path, read_text
 from ir.core.order import IntArray
 from ir.job import Job
@@ -37,13 +37,15 @@ class _Table:
 
     def bad(self, message: str, row: int | None, allowed: str | None, fix: str | None) -> PiperError:
         """An error, at a data row where there is one."""
-        where = "" if row is None else f"line {_line(self.body, row)}: "
-        return refuse(self.file, where + message, allowed, fix)
+        if row is not None:
+            numbers = [n for n, line in enumerate(self.body.splitlines(), 2) if line.strip()]  # empty lines are no rows
+            message = f"line {numbers[row]}: {message}"
+        return refuse(self.file, message, allowed, fix)
 
 
 def refuse(file: str, message: str, allowed: str | None, fix: str | None) -> PiperError:
     """A file that does not hold what it should."""
-    return PiperError(ErrorKind.JOB, message, file=file, key="routing.file", allowed=allowed, suggestion=fix)
+    return job_error("routing.file", message, fix, allowed, file=file)
 
 
 def counts_text(rows: Iterable[tuple[int, int, int, Sequence[int]]]) -> str:
@@ -124,18 +126,9 @@ def _unreadable(file: str, names: Sequence[str], lines: Sequence[str]) -> PiperE
         if line.strip() and len(cells) != len(names):
             return refuse(file, f"line {n}: {len(cells)} cells under {len(names)} columns", None, ",".join(names))
         for name, cell in zip(names, cells, strict=False):
-            if line.strip() and not _whole(cell):
+            if line.strip() and not (cell.isascii() and cell.isdigit() and len(cell) < 19):
                 return refuse(file, f"line {n}: {name} is {cell[:40]!r}", "whole numbers from 0", None)
     return refuse(file, "no counts", "a line for each count", None)
-
-
-def _whole(cell: str) -> bool:
-    return cell.isascii() and cell.isdigit() and len(cell) < 19
-
-
-def _line(body: str, row: int) -> int:
-    """Number in the file of a data row; empty lines are none."""
-    return [n for n, line in enumerate(body.splitlines(), 2) if line.strip()][row]
 
 
 def _check_range(table: _Table, name: str, size: int) -> None:

@@ -55,7 +55,7 @@ def pattern_of(config: ModelConfig) -> str:
     ('M-M-M-M*-', '')
     """
     layers = range(config.layers)
-    if config.mixer is None or any(_mixes(config, i) == _feeds(config, i) for i in layers):
+    if config.mixer is None or any(_mixes(config, i) == (config.is_moe(i) or config.has_mlp(i)) for i in layers):
         return ""
     signs = {kind: sign for sign, kind in SIGNS.items()}
     mixing = {i: RECURRENT if config.is_recurrent(i) else FULL for i in layers if _mixes(config, i)}
@@ -64,10 +64,6 @@ def pattern_of(config: ModelConfig) -> str:
 
 def _mixes(config: ModelConfig, layer: int) -> bool:
     return config.attends(layer) or config.is_recurrent(layer)
-
-
-def _feeds(config: ModelConfig, layer: int) -> bool:
-    return config.is_moe(layer) or config.has_mlp(layer)
 
 
 def without(kinds: Sequence[str], *which: str) -> frozenset[int]:

@@ -126,7 +126,8 @@ def head(s: PartSetting) -> PartWork:
     gathered = s.tokens * h * s.wide if s.sp else 0
     turned = s.style.loss is TokenLossKind.PARALLEL and exact == s.wide and not whole
     cap, size = bool(c.form.logit_cap), read * s.wide
-    moved = [_loss(s, "logits", n * size) for n in ((2, 3) if cap else (2, 2))] if _squeezed(s) else []
+    between = cap or c.form.multiplied("logits")  # a tanh, or a number that multiplies them
+    moved = [_loss(s, "logits", n * size) for n in ((2, 3) if cap else (2, 2))] if between else []
     kept = SavedBuffer("capped", size if cap and s.style.loss not in _FUSED else 0, Pass.I)
     return PartWork(
         forward=(out.forward(s), *joined, *moved[:1], *loss.forward, *_vectors(s, s.tokens * exact)),
@@ -146,11 +147,6 @@ def head(s: PartSetting) -> PartWork:
         weight_grad_workspace=gathered,
         model_flops=2 * s.shape.tokens * h * c.vocab,
     )
-
-
-def _squeezed(s: PartSetting) -> bool:
-    """Whether a kernel stands between logits and loss: a tanh, or a number that multiplies them."""
-    return bool(s.config.form.logit_cap) or s.config.form.multiplied("logits")
 
 
 @dataclass(frozen=True, slots=True)

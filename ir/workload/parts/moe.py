@@ -46,9 +46,9 @@ def router(s: PartSetting) -> PartWork:
     ins = (LinearKernel("latent_in", s.stream, moe.latent, h),) if moe.latent else ()
     # Scores in fp32: made, activated, masked by group, sorted out; backward the same way.
     choose, unchoose = _moved(s, "top_k", 8 * scores * 4, _CHOSEN)
-    even = (
-        (k.memory(s, "balance", scores * 4),) if moe.balance else ()
-    )  # the loss of each sequence reads them once more
+    # The loss of each sequence reads them once more, and keeps each expert's share of its tokens.
+    even = (k.memory(s, "balance", scores * 4),) if moe.balance else ()
+    shares = tuple(SavedBuffer("balance", s.shape.microbatch_size * moe.experts * 4, Pass.I) for _ in even)
     # The gate's input is the tensor that shared experts keep; in fp8 theirs is quantised and the gate's is not.
     own = () if moe.shared_ffn and not s.fp8 else (_wide_normed(s, n),)
     # Scores and indices; where weights are divided by their sum, both of these, too.
@@ -73,7 +73,7 @@ def router(s: PartSetting) -> PartWork:
         ),
         weight_grad=k.weight_grad(s, gate, *ins),
         out_bytes=(n + s.stream * moe.latent) * s.wide,
-        saved=(*own, stats(s), *written(s, s.stream * h), SavedBuffer("router_scores", choice, Pass.I), *_shares(s)),
+        saved=(*own, stats(s), *written(s, s.stream * h), SavedBuffer("router_scores", choice, Pass.I), *shares),
         stash_bytes=k.stash(s, gate, *ins),
         forward_workspace=2 * scores * 4
         + (with_scales(s.stream * s.config.expert_hidden, s.precision.dispatch) if _narrow(s) else 0),
@@ -181,12 +181,6 @@ def add(s: PartSetting) -> PartWork:
         stash_bytes=k.stash(s, *outs),
         model_flops=2 * s.shape.tokens * s.config.hidden * moe.latent,
     )
-
-
-def _shares(s: PartSetting) -> tuple[SavedBuffer, ...]:
-    """Each expert's share of each sequence's tokens, for the loss that evens them out."""
-    moe = _moe(s)
-    return (SavedBuffer("balance", s.shape.microbatch_size * moe.experts * 4, Pass.I),) if moe.balance else ()
 
 
 def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:

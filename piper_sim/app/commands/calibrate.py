@@ -2,12 +2,12 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cost_models.profile.file import profile_text
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import usage_error
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import print_json, progress, refuse_existing, show_table, write
 from piper_sim.report.units import percent
@@ -15,6 +15,7 @@ from piper_sim.report.units import seconds as written
 from piper_sim.study.calibrate import ProfileOptions, ProfileResult, calibrate
 
 FILE = "profile.json"
+MOST = 8  # names of what is missing, for people
 
 
 def main(args: argparse.Namespace) -> int:
@@ -66,7 +67,7 @@ def asked_of(args: argparse.Namespace) -> ProfileOptions:
     if asked.imports and given:
         message = f"{', '.join(given)} is for measuring, and files are read instead"
         fix = f"leave {given[0]} out; or measure first, and lay the import over that with --onto"
-        raise PiperError(ErrorKind.USAGE, message, key=given[0], suggestion=fix)
+        raise usage_error(given[0], message, fix)
     return asked
 
 
@@ -76,7 +77,7 @@ _FLAGS = ("--seq-len", "--microbatch-size", "--tp")
 def _sizes(flag: str, text: str) -> tuple[int, ...]:
     values = text.split(",")
     if not all(v.strip().isdecimal() and int(v) > 0 for v in values):
-        raise PiperError(ErrorKind.USAGE, f"{text!r}", key=flag, allowed="sizes with commas between: 1024,2048,4096")
+        raise usage_error(flag, f"{text!r}", allowed="sizes with commas between: 1024,2048,4096")
     return tuple(int(v) for v in values)
 
 
@@ -94,18 +95,14 @@ def _show(c: ProfileResult, found: dict[str, Any], job: str) -> None:
     if c.profile.host_s is not None:
         print(f"a host that computes itself needs {written(c.profile.host_s)} for each op beside its work")
     print(f"of this job's step: {c.covers.text}")
-    if found["missing"]:
-        print(f"not measured, hence modelled: {_some(found['missing'])}")
+    if missing := found["missing"]:
+        more = f" and {len(missing) - MOST} more" if len(missing) > MOST else ""
+        print(f"not measured, hence modelled: {', '.join(missing[:MOST])}{more}")
     where = found["profile"]
     print(f"written to {where}" if where else "not written anywhere: --out DIR keeps it")
     if where:
         there = os.path.relpath(where, Path(job).parent)
         print(f"use it: piper-sim simulate {job} --set costs.profile={there}")
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _curve_rows(curves: dict[str, Any]) -> Iterator[list[str]]:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, usage_error
 from ir.schedules.registry import canonical
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import (
@@ -58,7 +58,7 @@ def _names(schedules: str | None) -> tuple[str, ...] | None:
         return None
     names = tuple(n.strip() for n in schedules.split(",") if n.strip())
     if not names:
-        raise PiperError(ErrorKind.USAGE, "no schedule named", key="--schedules", allowed="a,b,c")
+        raise usage_error("--schedules", "no schedule named", allowed="a,b,c")
     for name in names:
         try:
             canonical(name)

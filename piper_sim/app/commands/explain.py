@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import usage_error
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import print_json, progress, show_table, warn_uncorrected
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     if len(jobs) not in ((0, 1) if args.trace else (1, 2)):
         fix = "piper-sim explain job.toml, or piper-sim explain --trace trace.tsv"
         what = "a trace is held against one job" if jobs else "neither a job nor a trace"
-        raise PiperError(ErrorKind.USAGE, what, key="JOB", allowed="JOB, JOB JOB2, JOB --trace FILE…", suggestion=fix)
+        raise usage_error("JOB", what, fix, "JOB, JOB JOB2, JOB --trace FILE…")
     for job in jobs:
         warn_uncorrected(job, "explain")
     found = explain(jobs[0], jobs[1] if len(jobs) > 1 else None, progress) if jobs else None

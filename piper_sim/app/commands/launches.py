@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 
-from ir.core.errors import ErrorKind, PiperError, printable
+from ir.core.errors import printable, usage_error
 from ir.job.build import blaming, directives_json
 from piper_sim.app.captured import load_job
 from piper_sim.app.commands.output import dumps, print_json, progress, refuse_existing, write
@@ -55,8 +55,7 @@ def export_main(args: argparse.Namespace) -> int:
     name = exported_to(args.to, FORMATS)
     job = load_job(args.job, args.sets)
     if args.against is not None and name not in FRAMEWORKS:
-        message = "compares launches of frameworks"
-        raise PiperError(ErrorKind.USAGE, message, key="--against", allowed=FRAMEWORKS, suggestion="leave it out")
+        raise usage_error("--against", "compares launches of frameworks", "leave it out", FRAMEWORKS)
     before = import_launch(args.against) if args.against is not None else None
     with progress(f"exporting {args.job}"), blaming(job):
         hardware = hardware_of(job)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ir.core.errors import ErrorKind, PiperError, printable
+from ir.core.errors import ErrorKind, PiperError, printable, usage_error
 from ir.job import Job
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
@@ -113,7 +113,7 @@ def refuse_existing(out: str | None, names: Iterable[str], force: bool) -> None:
     if out is None:
         return
     if not out.strip():
-        raise PiperError(ErrorKind.USAGE, "names no folder", key="--out", suggestion="--out results, or leave it out")
+        raise usage_error("--out", "names no folder", "--out results, or leave it out")
     for name in names if not force else ():
         with suppress(OSError, ValueError):  # what cannot be asked about is refused when it is written
             if (path := Path(out) / name).exists():

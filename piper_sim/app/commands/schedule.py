@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import cast
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, usage_error
 from ir.core.limits import check_passes
 from ir.schedules.registry import check_shape, default_chunks
 from piper_sim.app.commands.output import (
@@ -71,8 +71,7 @@ def read_times(text: str | None) -> PassTimes:
                 return times
     except OverflowError:
         pass
-    message, allowed = "a time out of range", f"0, or numbers up to {_LONGEST:g}"
-    raise PiperError(ErrorKind.USAGE, message, key="--times", allowed=allowed, suggestion="F=1,B=2")
+    raise usage_error("--times", "a time out of range", "F=1,B=2", f"0, or numbers up to {_LONGEST:g}")
 
 
 def chunks_of(args: argparse.Namespace) -> int:

@@ -67,8 +67,9 @@ def files(p: Prediction, found: Object, job: Job) -> dict[str, bytes | str]:
     run = report_run(p, found, name)
     assert run.marks is not None
     others = what_ifs(job, p, progress)
+    changes = ((w, duration(w.iteration_s), duration(w.gain_s)) for w in others)
     tables: Tables = {
-        "What if": [_change_row(w) for w in others],
+        "What if": [{"change": w.name, "step": step, "gain": gain, "fits": w.fits} for w, step, gain in changes],
         "Why ranks are idle": idle_rows(run.marks.gaps),
         "Prediction": compare_cells([{**found, "schedule": name}]),
         "Memory by rank": memory_cells(found["memory"]),
@@ -81,10 +82,6 @@ def files(p: Prediction, found: Object, job: Job) -> dict[str, bytes | str]:
         "report.html": page,
         **trace_files(p.last_step, title, run.marks),
     }
-
-
-def _change_row(w: JobChange) -> dict[str, object]:
-    return {"change": w.name, "step": duration(w.iteration_s), "gain": duration(w.gain_s), "fits": w.fits}
 
 
 def answers(found: Object) -> list[Answer]:

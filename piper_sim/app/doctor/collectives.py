@@ -16,7 +16,8 @@ from executor.runtime.worker import RankContext
 from executor.transport.base import Transport
 from ir.core.files import named_path
 from ir.core.work import DType, Message, MessageKind
-from ir.job.schema import Job, JobCluster, own_keys
+from ir.job.schema import Job
+from ir.job.table import keys_of
 from piper_sim.app.doctor.runs import MachineRanks, wrong
 
 SIZES = {"gloo": (2**10, 2**16, 2**22), "nccl": (2**10, 2**16, 2**22, 2**28)}
@@ -77,7 +78,7 @@ def asked(at: MachineRanks) -> Iterable[MessageSample]:
 def fabric_of(job: Job, node: int) -> LinkFabric:
     """What the hardware that a job names says of idle links between machines of so many ranks."""
     hardware = load_hardware(
-        named_path(job.file, job.cluster.gpu, presets()), job.cluster.overrides, own_keys(JobCluster)
+        named_path(job.file, job.cluster.gpu, presets()), job.cluster.overrides, keys_of("cluster")
     )
     return LinkFabric.of(hardware, node)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, usage_error
 
 PACKAGES = ("piper-sim", "torch", "numpy", "simpy", "msgspec")
 ENVIRONMENT = (
@@ -48,8 +48,7 @@ def devices() -> Mapping[str, object]:
     gpus = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
     if gpus and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         message = "one hardware queue: a receive that waits at its head keeps every stream waiting"
-        fix = "unset CUDA_DEVICE_MAX_CONNECTIONS"
-        raise PiperError(ErrorKind.USAGE, message, key="CUDA_DEVICE_MAX_CONNECTIONS", allowed="8 to 32", suggestion=fix)
+        raise usage_error("CUDA_DEVICE_MAX_CONNECTIONS", message, "unset CUDA_DEVICE_MAX_CONNECTIONS", "8 to 32")
     found: dict[str, object] = {"cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()}
     return found | {
         "gpus": [{"name": g.name, "memory_bytes": g.total_memory, "sms": g.multi_processor_count} for g in gpus]

@@ -63,7 +63,8 @@ def _division(
     layout, at = first.entry.layout, ground.positions
     groups = at.members(("ep",)) if layout.ep > 1 else np.arange(len(at))[:, None]
     peers = at.members(("etp",)) if layout.etp > 1 else np.arange(len(at))[:, None]
-    roads, road = distinct(np.array([_numbered(r) for r in ground.node[0][groups]]))
+    # Nodes as numbers from 0 in the order of their first ranks: groups that lie alike are equal.
+    roads, road = distinct(np.array([distinct(r[:, None])[1] for r in ground.node[0][groups]]))
     meeting = counts.at[mine][:, :, groups]
     where = np.broadcast_to(road[:, None], (*meeting.shape[:3], 1))
     table = np.concatenate([where, meeting], axis=3).reshape(-1, groups.shape[1] + 1)
@@ -78,11 +79,6 @@ def _division(
     return ExpertDivision(
         np.array(mine), first, layout, groups, rows, table[:, 0], roads_, exchange, received, loads, load
     )
-
-
-def _numbered(node: IntArray) -> IntArray:
-    """Nodes as numbers from 0 in the order of their first ranks: groups that lie alike are equal."""
-    return distinct(node[:, None])[1]
 
 
 def _places(groups: IntArray) -> tuple[IntArray, IntArray]:

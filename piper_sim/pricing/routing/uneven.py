@@ -6,7 +6,6 @@ import numpy as np
 
 from ir.core.grid import quantised
 from ir.core.order import FloatArray, IntArray
-from ir.graph.graph import GraphNode
 from ir.plan.plan import OpKind, Plan, cover_table
 from piper_sim.folding import RankClasses
 from piper_sim.memory.events import MemoryEvents
@@ -39,7 +38,8 @@ def price(routing: ExpertRouting | None, plan: Plan, model: CostModel, classes: 
                 duration[:, ops] = quantised(duration[:, ops] * factor)
                 continue
             for share in np.flatnonzero(own[i]).tolist():
-                more = own[i, share] * (_factor(routing, node, share, case, classes.first) - 1)
+                factor = (routing.work_factor if share in KERNELS else routing.inline_factor)(node, case, classes.first)
+                more = own[i, share] * (factor - 1)
                 if share in KERNELS:
                     more = more / _speed(model, plan, ops, classes.first)
                 before = shares[:, ops, share]
@@ -62,12 +62,6 @@ def _node_shares(plan: Plan, model: CostModel) -> FloatArray:
     if times is not None:
         own, _ = scaled_to_stage_times(plan.graph, own, np.array([model.node_message(n) for n in nodes]), times)
     return quantised(own)
-
-
-def _factor(routing: ExpertRouting, node: GraphNode, share: int, case: IntArray, position: IntArray) -> FloatArray:
-    """[class, op] of one share of a node's seconds."""
-    kind = routing.work_factor if share in KERNELS else routing.inline_factor
-    return kind(node, case, position)
 
 
 def _speed(model: CostModel, plan: Plan, ops: IntArray, position: IntArray) -> FloatArray:

@@ -75,7 +75,8 @@ def run_object(run: ReportTrace) -> dict[str, object]:
     steps = {"mb": first[rows], "mb2": second[rows], "step": trace.step[rows]} | {k: v for k, (v, _) in coded.items()}
     for name, values in steps.items():
         blob.add(name, np.diff(values, prepend=0), "i4")  # small steps, which gzip folds to little
-    _add_kinds(blob, run.marks)
+    for i, kind in enumerate(run.marks.kinds.values() if run.marks else ()):
+        blob.add(f"kind{i}", kind, "f4")
     blob.add("look", looks_of(trace)[rows], "u1")
     for name, (_, known) in coded.items():
         blob.add_texts(name + "_texts", known)
@@ -161,11 +162,6 @@ def _add_marks(blob: _Blob, marks: TraceMarks | None, rows: IntArray) -> list[st
         mine = values[rows]
         blob.add(name, np.where(mine >= 0, place[mine] - np.arange(len(rows)), mine - 2**30), "i4")
     return causes
-
-
-def _add_kinds(blob: _Blob, marks: TraceMarks | None) -> None:
-    for i, values in enumerate(marks.kinds.values() if marks else ()):
-        blob.add(f"kind{i}", values, "f4")
 
 
 def _coded(texts: Sequence[str], rows: IntArray) -> tuple[IntArray, list[str]]:

@@ -7,7 +7,7 @@ from typing import Protocol
 from cost_models import DeviceHardware
 from cost_models.profile.profile import MeasuredCost, OpEntry, Profile, ProfileMachine
 from cost_models.profile.shapes import KernelShape
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.job import Job, load_job
 from ir.job.build import PreparedJob
 from ir.plan.plan import Plan
@@ -117,8 +117,7 @@ def machine_of(seen: Sequence[tuple[str, int]], key: str) -> ProfileMachine:
     """Of what files say: (GPU, how many), "" where one does not. Raises PiperError (job): of several kinds."""
     gpus = sorted({gpu for gpu, _ in seen if gpu})
     if len(gpus) > 1:
-        message, fix = f"files of {' and of '.join(gpus)}", "a profile for each"
-        raise PiperError(ErrorKind.JOB, message, key=key, allowed="one kind of GPU", suggestion=fix)
+        raise job_error(key, f"files of {' and of '.join(gpus)}", "a profile for each", "one kind of GPU")
     return ProfileMachine.elsewhere("".join(gpus), max(n for _, n in seen) if gpus else 0)
 
 
@@ -130,7 +129,7 @@ def laid_over(new: Profile, base: Profile, key: str, file: str | None = None) ->
     a, b = base.machine, new.machine
     if (a.device and b.device) and a.device != b.device:
         message, fix = f"of {a.device}, and what is laid over it of {b.device}", f"a profile of {b.device}, or none"
-        raise PiperError(ErrorKind.JOB, message, file=file, key=key, allowed="one kind of device", suggestion=fix)
+        raise job_error(key, message, fix, "one kind of device", file=file)
     made = Profile.of(
         b if b.cpu or not a.device else a,
         {**base.ops, **new.ops},

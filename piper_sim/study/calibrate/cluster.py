@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cost_models import DeviceHardware, load_hardware
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, usage_error
 from ir.core.files import FileErrors, read_text
 
 TOPO = FileErrors("what nvidia-smi topo -m prints", ErrorKind.HARDWARE, "--topo", fix="nvidia-smi topo -m > topo.txt")
@@ -185,5 +185,5 @@ def _nearest(matrix: Mapping[str, Mapping[str, str]], gpus: Sequence[str], name:
 def check_nodes(nodes: int) -> int:
     """--nodes. Raises PiperError (usage): none."""
     if nodes < 1:
-        raise PiperError(ErrorKind.USAGE, f"{nodes} nodes", key="--nodes", allowed="1 or more")
+        raise usage_error("--nodes", f"{nodes} nodes", allowed="1 or more")
     return nodes

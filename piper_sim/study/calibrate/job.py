@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from cost_models import DeviceHardware
 from cost_models.profile.file import load_profile
 from cost_models.profile.profile import CostSource, Profile
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, usage_error
 from ir.job import Job
 from ir.job.build import PreparedJob, blaming
 from ir.job.run_options import JobRunOptions
@@ -179,8 +179,7 @@ def _processes(asked: ProfileOptions, prepared: PreparedJob, stopwatch: ProfileM
         most = max(1, min(prepared.ranks, stopwatch.devices(asked.backend)))
     stopwatch.refuse_processes(asked.backend, most, prepared.ranks)
     if asked.repeats < 1:
-        message, fix = f"{asked.repeats} repetitions", "--repeats 20"
-        raise PiperError(ErrorKind.USAGE, message, key="--repeats", allowed="1 or more", suggestion=fix)
+        raise usage_error("--repeats", f"{asked.repeats} repetitions", "--repeats 20", "1 or more")
     return most
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cost_models import DeviceHardware
 from cost_models.profile.profile import OpEntry, Profile
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.core.ops import Pass
 from ir.graph.graph import Graph, PerStepOp
 from ir.job.build import PreparedJob
@@ -204,5 +204,4 @@ def _origins(
 
 def _foreign(traces: Sequence[TraceFile]) -> PiperError:
     message = "no range in it is named after an op of this job, and no NCCL kernel says its bytes"
-    fix = 'with torch.profiler.record_function("2F0"): ...'
-    return PiperError(ErrorKind.JOB, message, file=traces[0].file, key=FLAG, allowed=FORMS, suggestion=fix)
+    return job_error(FLAG, message, 'with torch.profiler.record_function("2F0"): ...', FORMS, file=traces[0].file)

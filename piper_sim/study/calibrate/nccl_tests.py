@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from cost_models.profile.profile import MeasuredCost, Profile
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import FileErrors, read_text
 from ir.core.work import Message, MessageKind
 from ir.graph.classes import link_class
@@ -100,13 +100,10 @@ def read_nccl_tests(paths: Sequence[str]) -> Profile:
     links = {key: MeasuredCost(m.median_s, m.spread_s, counts[key]) for key, m in found.items()}
     machine = machine_of([(t.gpu, t.ranks) for t in tables], FLAG)
     origins = [
-        f"nccl-tests: {t.kind} of {t.ranks} ranks on {_nodes(t.nodes)}, {t.gpu or 'GPU not named'}" for t in tables
+        f"nccl-tests: {t.kind} of {t.ranks} ranks on {t.nodes} node{'s' * (t.nodes > 1)}, {t.gpu or 'GPU not named'}"
+        for t in tables
     ]
     return Profile.of(machine, {}, links, origins=tuple(dict.fromkeys(origins)))
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count > 1 else ''}"
 
 
 def parse(text: str, file: str) -> list[CollectiveTestTimes]:
@@ -115,7 +112,7 @@ def parse(text: str, file: str) -> list[CollectiveTestTimes]:
     tables = [_table(s, file) for s in sections if s.rows]
     if not tables:
         fix = "give the whole of what all_reduce_perf and the like print"
-        raise PiperError(ErrorKind.JOB, "no table of nccl-tests in it", file=file, key=FLAG, suggestion=fix)
+        raise job_error(FLAG, "no table of nccl-tests in it", fix, file=file)
     return tables
 
 
@@ -151,18 +148,12 @@ def _header(s: CollectiveTest, line: str, number: int, file: str) -> None:
     elif (m := _BAD.match(line)) and int(m[1]):
         raise _wrong(file, number, f"{m[1]} values of this test were wrong", fix="a run without errors")
     else:
-        words = tuple(line.removeprefix("#").split())
-        names = tuple(_plain(w) for w in words)
+        names = tuple("time" if w == "cputime" else w for w in line.removeprefix("#").split())
         if set(NEEDED) <= set(names):
             halves = [names[i : i + 3] for i, name in enumerate(names) if name == "time"]
             if any(half != NEEDED[1:] for half in halves):
                 raise _wrong(file, number, f"columns {' '.join(names)[:80]}", allowed=" ".join(NEEDED))
             s.columns = names
-
-
-def _plain(word: str) -> str:
-    """A column's name: `cputime` is a time too."""
-    return "time" if word == "cputime" else word
 
 
 def _line(s: CollectiveTest, cells: list[str], number: int, file: str) -> CollectiveTestLine:
@@ -268,4 +259,4 @@ def _number(text: str) -> bool:
 def _wrong(
     file: str, line: int, message: str, allowed: str | list[str] | None = None, fix: str | None = None
 ) -> PiperError:
-    return PiperError(ErrorKind.JOB, message, file=f"{file}:{line}", key=FLAG, allowed=allowed, suggestion=fix)
+    return job_error(FLAG, message, fix, allowed, file=f"{file}:{line}")

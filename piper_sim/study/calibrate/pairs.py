@@ -4,7 +4,7 @@ from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.machine import ProfileMachine
 from cost_models.profile.pairs import BOUNDS, KernelPair, pair_key
 from cost_models.profile.profile import Profile
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import FileErrors, parse_csv, read_text
 
 FORM = FileErrors("a pair table", ErrorKind.JOB, "--pairs", 10**7, "compute,message,held,moving,wire; a line per pair")
@@ -47,4 +47,4 @@ def _row(path: str, line: int, cells: list[str]) -> tuple[str, KernelPair]:
 
 
 def _wrong(path: str, line: int, message: str, allowed: str, fix: str | None = None) -> PiperError:
-    return PiperError(ErrorKind.JOB, message, file=f"{path}:{line}", key="--pairs", allowed=allowed, suggestion=fix)
+    return job_error("--pairs", message, fix, allowed, file=f"{path}:{line}")

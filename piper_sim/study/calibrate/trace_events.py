@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ir.core.errors import ErrorKind, PiperError, printable
+from ir.core.errors import ErrorKind, PiperError, job_error, printable
 from ir.core.files import FileErrors, read_json
 from ir.core.limits import RANKS
 
@@ -74,8 +74,7 @@ def read_trace_file(path: str, wanted: Callable[[str], object]) -> TraceFile:
 def _trace_file(path: str, table: object, wanted: Callable[[str], object]) -> TraceFile:
     events = table.get("traceEvents") if isinstance(table, dict) else table
     if not isinstance(events, list):
-        fix = "the trace.json that torch.profiler exports"
-        raise PiperError(ErrorKind.JOB, "no traceEvents in it", file=f"{path}:1", key=FLAG, suggestion=fix)
+        raise job_error(FLAG, "no traceEvents in it", "the trace.json that torch.profiler exports", file=f"{path}:1")
     top: Json = table if isinstance(table, dict) else {}
     ranges, launches, kernels = sorted_out(events, path, wanted)
     attribute(ranges, launches, kernels)
@@ -185,5 +184,4 @@ def args_of(e: Json) -> Json:
 
 
 def _broken(path: str, index: int, what: str) -> PiperError:
-    fix = "the trace as torch.profiler exports it"
-    return PiperError(ErrorKind.JOB, f"event {what}", file=path, key=f"traceEvents[{index}]", suggestion=fix)
+    return job_error(f"traceEvents[{index}]", f"event {what}", "the trace as torch.profiler exports it", file=path)

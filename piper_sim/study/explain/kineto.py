@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, job_error
 from ir.core.files import FileErrors, check_regular, read_json
 from ir.core.limits import RANKS
 from ir.trace.text import read_trace
@@ -25,16 +25,12 @@ def read_traces(paths: Sequence[str]) -> list[Trace]:
     """The traces in some files. Raises PiperError (io, job): one that is broken, or a rank twice."""
     out, kineto = [], []
     for path in paths:
-        if _ours(path):
+        if check_regular(path, FORM, len(HEAD)) == HEAD:  # ours
             out.append(read_trace(path))
         else:
             with FORM.naming(path):
                 kineto.append((path, read_json(path, FORM)))
     return out + _traces(kineto)
-
-
-def _ours(path: str) -> bool:
-    return check_regular(path, FORM, len(HEAD)) == HEAD
 
 
 def _traces(tables: Sequence[tuple[str, object]]) -> list[Trace]:
@@ -69,7 +65,7 @@ def _rows(path: str, table: object, number: int, ahead: float) -> list[Row]:
     top: Json = table if isinstance(table, dict) else {}
     events = top.get("traceEvents", table)
     if not isinstance(events, list):
-        raise PiperError(ErrorKind.JOB, "no traceEvents in it", file=path, key="--trace", suggestion=_FIX)
+        raise job_error("--trace", "no traceEvents in it", _FIX, file=path)
     who = top.get("distributedInfo")
     rank = who.get("rank") if isinstance(who, dict) else None
     rank = rank if isinstance(rank, int) and 0 <= rank < RANKS else number

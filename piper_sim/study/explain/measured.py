@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, usage_error
 from ir.core.order import IntArray
 from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
@@ -56,8 +56,7 @@ def refuse_others(traces: Sequence[Trace], plan: Plan) -> None:
         if ops != nearest:
             op = min(ops ^ nearest)
             message = f"of another plan than the job's: rank {rank} {'computed' if op in ops else 'lacks'} {op}"
-            fix = "the job that was run; or --trace without a job"
-            raise PiperError(ErrorKind.USAGE, message, key="--trace", suggestion=fix)
+            raise usage_error("--trace", message, "the job that was run; or --trace without a job")
 
 
 @dataclass(frozen=True)

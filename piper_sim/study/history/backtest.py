@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, PiperError, job_error
 from ir.core.files import named_path
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, resolve
@@ -46,7 +46,7 @@ def backtest(job: Job) -> PredictionBacktest | None:
     if job.history.file is None:
         if job.history.apply:
             message, fix = "there are no past runs to correct by", 'history.file = "past_runs.csv"'
-            raise PiperError(ErrorKind.JOB, message, file=job.file, key="history.apply", suggestion=fix)
+            raise job_error("history.apply", message, fix, file=job.file)
         return None
     path = named_path(job.file, job.history.file)
     runs = read_runs(path)
@@ -54,12 +54,9 @@ def backtest(job: Job) -> PredictionBacktest | None:
     columns = tuple(dict.fromkeys(k for r in runs for k in r.settings))
     known: dict[str, tuple[float, int, bool]] = {}
     found = [_residual(plain, run, columns, known, path) for run in runs]
-    return PredictionBacktest(path, tuple(found), tuple(c for c in (CLASS, *columns) if _tells(found, c)))
-
-
-def _tells(found: Sequence[PredictionResidual], column: str) -> bool:
-    """Whether a column's values make classes: more than one, and some value more than once."""
-    return 1 < len({r.traits[column] for r in found}) < len(found)
+    # A column's values make classes where there are more than one, and some value more than once.
+    tell = (c for c in (CLASS, *columns) if 1 < len({r.traits[c] for r in found}) < len(found))
+    return PredictionBacktest(path, tuple(found), tuple(tell))
 
 
 def _residual(

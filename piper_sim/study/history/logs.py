@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind, job_error
 from ir.core.files import FileErrors, read_bytes
 
 LOG = FileErrors("a log or an event file of a training run", ErrorKind.JOB, "LOG", 2 * 10**9, "what the run printed")
@@ -49,7 +49,7 @@ class LoggedSteps:
         kept = [s for _, s in self.steps[max(0, skip) :]]
         if not kept:
             message, allowed = f"{len(self.steps)} steps told of, {skip} left out", "more steps than --skip"
-            raise PiperError(ErrorKind.JOB, message, key="--skip", allowed=allowed, suggestion="--skip 0")
+            raise job_error("--skip", message, "--skip 0", allowed)
         return median(kept), len(kept)
 
 

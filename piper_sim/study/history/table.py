@@ -4,10 +4,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
-from ir.core.errors import ErrorKind, PiperError, nearest
+from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.files import FileErrors, parse_csv, read_text
 from ir.job.schema import OPEN, SECTIONS
 from ir.job.table import keys_of
@@ -61,11 +60,11 @@ def parse_runs(text: str) -> list[PastStep]:
     """
     lines = parse_csv(text, FORM)
     if not lines:
-        raise PiperError(ErrorKind.JOB, "no columns", key="line 1", allowed=f"{STEP}, and keys of the job")
+        raise job_error("line 1", "no columns", allowed=f"{STEP}, and keys of the job")
     (first, columns), *rows = lines
     _check_columns(first, columns)
     if not rows:
-        raise PiperError(ErrorKind.JOB, "no past run", key=f"line {first + 1}", suggestion="leave [history] out")
+        raise job_error(f"line {first + 1}", "no past run", "leave [history] out")
     return [_run(line, columns, cells) for line, cells in rows]
 
 
@@ -79,22 +78,18 @@ def _check_columns(line: int, columns: Sequence[str]) -> None:
         key = key.partition(".")[0]
         known = section in SECTIONS and section != "history" and key
         if name not in _OWN and not (known and (section in OPEN or key in keys_of(section))):
+            every = [f"{s}.{k}" for s in SECTIONS if s != "history" for k in keys_of(s)]
             allowed = f"{', '.join(_OWN)}, or a job's section.key"
-            raise _wrong(line, name or "(empty)", "unknown column", allowed, _near(name))
+            raise _wrong(line, name or "(empty)", "unknown column", allowed, nearest(name, [*_OWN, *every]))
     if STEP not in columns:
         raise _wrong(line, STEP, "missing", suggestion=f"add it: measured seconds of a step, or {OOM}")
-
-
-def _near(name: str) -> str | None:
-    every = chain.from_iterable((f"{s}.{k}" for k in keys_of(s)) for s in SECTIONS if s != "history")
-    return nearest(name, [*_OWN, *every])
 
 
 def _run(line: int, columns: Sequence[str], cells: Sequence[str]) -> PastStep:
     if len(cells) != len(columns):
         message = f"{len(cells)} cells under {len(columns)} columns"
         fix = "quote cells that hold a comma" if len(cells) > len(columns) else "one comma for each empty cell"
-        raise PiperError(ErrorKind.JOB, message, key=f"line {line}", suggestion=fix)
+        raise job_error(f"line {line}", message, fix)
     row = dict(zip(columns, cells, strict=True))
     settings = {k: v for k, v in row.items() if k not in _OWN and v}
     step = None if row[STEP].lower() == OOM else _number(line, STEP, row[STEP])
@@ -131,5 +126,4 @@ def _digits(text: str, most: float) -> str | None:
 def _wrong(
     line: int, column: str, message: str, allowed: str | None = None, suggestion: str | None = None
 ) -> PiperError:
-    at = f"line {line}, column {column}"
-    return PiperError(ErrorKind.JOB, message, key=at, allowed=allowed, suggestion=suggestion)
+    return job_error(f"line {line}, column {column}", message, suggestion, allowed)

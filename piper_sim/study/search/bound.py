@@ -7,7 +7,7 @@ import numpy as np
 
 from cost_models import DeviceHardware, state_bytes
 from cost_models.allocator.bands import context_bytes
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import job_error
 from ir.core.grid import quantise
 from ir.core.mesh import Mesh
 from ir.core.ops import OpToken
@@ -178,7 +178,7 @@ class JobBounds:
 
     def _bound(self, x: _SizedJob, cells: ScheduleCells, stages: _Stages) -> JobBound:
         job, costs = x.job, x.costs
-        held = _held(cells)
+        held = (cells.passes > 0).astype(np.float64)  # [rank, stage] 1 where a rank holds it
         copies = (2 if cells.both_ways else 1) * (2 if costs.tied else 1)
         state, updated = _state(held @ stages.numel, x, copies)
         # A searched order is not known yet: one microbatch of each stage is alive at some time.
@@ -238,14 +238,8 @@ def _cut(x: _SizedJob, ranks: tuple[int, ...], most: int | None) -> tuple[tuple[
         return partition(x.model.chunks, len(ranks), x.job.parallel.layers, x.costs.weights, ranks, most)
     stages = laid_out(x.model.chunks, parse_layout(layout))
     if len(stages) != len(ranks):
-        message = f"the layout has {len(stages)} stages, the schedule {len(ranks)}"
-        raise PiperError(ErrorKind.JOB, message, key="schedule.layout")
+        raise job_error("schedule.layout", f"the layout has {len(stages)} stages, the schedule {len(ranks)}")
     return stages
-
-
-def _held(cells: ScheduleCells) -> FloatArray:
-    """[rank, stage] 1 where a rank holds it."""
-    return (cells.passes > 0).astype(np.float64)
 
 
 def _stages(stages: Sequence[Sequence[Chunk]], chunks: Sequence[Chunk], costs: ChunkCosts) -> _Stages:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from cost_models import DeviceHardware
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.job import Job
 from ir.job.load import no_job
 from piper_sim.pricing.prepare import hardware_of
@@ -69,8 +69,7 @@ def search(
         if not (isinstance(value, kinds) and value >= least):
             raise PiperError(ErrorKind.USAGE, f"{value!r}", key=key, allowed=f"{least} or more")
     if job.search.objective == "cost" and job.cluster.price is None:
-        fix = "price = 2.5, of one GPU for an hour"
-        raise PiperError(ErrorKind.JOB, "no price", file=job.file, key="cluster.price", suggestion=fix)
+        raise job_error("cluster.price", "no price", "price = 2.5, of one GPU for an hour", file=job.file)
     began, hardware = time.monotonic(), hardware_of(job)
     found = _Search(JobSpace.of(job, hardware, limits.ranges), hardware, began, budget_s, progress)
     kept = JobJournal(journal, found.space, limits.launch)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import cast
 
 from cost_models import DeviceHardware
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import job_error
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, blaming, resolve
 from ir.job.load import KEYS
@@ -54,8 +54,7 @@ class JobSpace:
         s = job.schedule
         if given := next((k for k in ("directives", "builder", "csv") if getattr(s, k) is not None), None):
             fix = f"schedule.name instead of schedule.{given}"
-            message = f"search cannot divide anew what {given} places"
-            raise PiperError(ErrorKind.JOB, message, file=job.file, key=f"schedule.{given}", suggestion=fix)
+            raise job_error(f"schedule.{given}", f"search cannot divide anew what {given} places", fix, file=job.file)
         own = resolve(job, hardware.gpus_per_node)
         p, s = own.parallel, own.schedule
         gpus = p.tp * p.cp * p.pp * (p.dp or 1)
@@ -151,12 +150,12 @@ class JobSpace:
         inner, dp = p.tp * p.cp * p.pp, p.dp or self.gpus // (p.tp * p.cp * p.pp)
         if inner * dp != self.gpus:
             why = f"tp·cp·pp = {inner} does not divide" if self.gpus % inner else f"tp·cp·pp·dp = {inner * dp} is not"
-            raise PiperError(ErrorKind.JOB, f"{why} the {self.gpus} GPUs", key="parallel.dp")
+            raise job_error("parallel.dp", f"{why} the {self.gpus} GPUs")
         if self.sequences % (dp * s.microbatch_size):
             each = dp * s.microbatch_size
             near = max(1, round(self.sequences / each)) * each
             message = f"dp · microbatch_size = {each} does not divide the global batch of {self.sequences} sequences"
-            raise PiperError(ErrorKind.JOB, message, key="schedule.global_batch", suggestion=f"global_batch = {near}")
+            raise job_error("schedule.global_batch", message, f"global_batch = {near}")
         return job
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from cost_models import DeviceHardware
 from cost_models.profile.profile import OpEntry, Profile, ProfileMachine, plan_keys
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError, job_error
 from ir.job import Job
 from ir.job.build import PreparedJob
 from ir.job.cache import PLANS
@@ -93,7 +93,7 @@ def elsewhere(job: Job, judged: PreparedJob, hardware: DeviceHardware) -> Prepar
         message = "there is no second plan of this job to calibrate on, and the judged one may not be it"
         fix = "--set schedule.name=1f1b"
         why = "" if failed is None else f" ({failed.message})"
-        raise PiperError(ErrorKind.JOB, message + why, file=job.file, key="schedule.name", suggestion=fix)
+        raise job_error("schedule.name", message + why, fix, file=job.file)
     return first
 
 
