@@ -55,6 +55,16 @@ def order_by(*keys: IntArray) -> IntArray:
     return code
 
 
+def grouped(key: IntArray, count: int) -> list[IntArray]:
+    """[key] the places that have it, rising; those below 0 are nobody's.
+
+    >>> [places.tolist() for places in grouped(np.array([1, -1, 1]), 2)]
+    [[], [0, 2]]
+    """
+    order = order_by(key)
+    return np.split(order, np.searchsorted(key[order], np.arange(count + 1)))[1:-1]
+
+
 def strongest(
     row: IntArray, on: IntArray, stream: IntArray, position: IntArray, streams: int
 ) -> tuple[IntArray, IntArray]:

@@ -17,11 +17,9 @@ class Directive(Protocol):
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph after the rewrite."""
-        ...
 
     def json(self) -> dict[str, object] | list[dict[str, object]]:
         """As in a strategy file."""
-        ...
 
 
 def apply(graph: Graph, strategy: Iterable[Directive]) -> Graph:

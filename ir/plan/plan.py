@@ -15,7 +15,7 @@ import numpy as np
 
 from ir.core.ops import Pass
 from ir.core.order import IntArray
-from ir.core.waits import order_by
+from ir.core.waits import grouped, order_by
 from ir.core.work import Message
 from ir.graph.graph import Graph
 
@@ -222,9 +222,7 @@ class Plan:
     @cached_property
     def queues(self) -> list[list[int]]:
         """The ops of each stream, in order."""
-        by = order_by(self.stream)
-        cuts = np.cumsum(np.bincount(self.stream, minlength=len(self.streams)))[:-1]
-        return [q.tolist() for q in np.split(by, cuts)]
+        return [queue.tolist() for queue in grouped(self.stream, len(self.streams))]
 
     @cached_property
     def posts(self) -> IntArray:

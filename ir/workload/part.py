@@ -214,15 +214,12 @@ class ModelWork(Protocol):
 
     def work(self, entry: PlacedPart) -> PartWork:
         """Kernels, messages and bytes of a part under its layout."""
-        ...
 
     def messages(self, experts: PlacedPart) -> ExpertMessages:
         """What passes between a router and its experts."""
-        ...
 
     def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
         """Bytes of one element in gradient reductions and in parameter gathers; whole: of those kept whole."""
-        ...
 
     def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:
         """(the format that weights are there in, the one that products read, where that is another). gathered: of

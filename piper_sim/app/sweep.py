@@ -18,7 +18,8 @@ from piper_sim.app.commands.output import print_json, progress, refuse_existing,
 from piper_sim.formats.tables import parquet_files
 from piper_sim.report.table import compare_table
 from piper_sim.study.explain.what_if import settings
-from piper_sim.study.history import applied, backtest
+from piper_sim.study.history.backtest import backtest
+from piper_sim.study.history.show import applied
 from piper_sim.study.inputs import FILES, inputs_digest
 from piper_sim.study.predict import predict
 from piper_sim.study.simulate import Object

@@ -105,13 +105,9 @@ def stream_key(stream: str) -> tuple[int, str]:
 
 def looks_of(trace: Trace) -> IntArray:
     """The class of every row, as an index into `LOOKS`; each distinct (stream, op) is looked at once."""
-    known: dict[tuple[str, str], int] = {}
-    found = []
-    for pair in zip(trace.stream, trace.op, strict=True):
-        if (look := known.get(pair)) is None:
-            look = known[pair] = INDEX[look_of(*pair).key]
-        found.append(look)
-    return np.array(found, np.int64)
+    pairs = list(zip(trace.stream, trace.op, strict=True))
+    known = {pair: INDEX[look_of(*pair).key] for pair in set(pairs)}
+    return np.array([known[pair] for pair in pairs], np.int64)
 
 
 @dataclass(frozen=True, eq=False)

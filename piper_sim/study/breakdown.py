@@ -168,7 +168,7 @@ class _Gaps:
         """What compute ops took beside their own seconds: others slowed them, or were waited for inside them."""
         plan, ops = self.plan, self.compute
         start, end = self.both.start[self.now + ops], self.both.end[self.now + ops]
-        longest = _longest(plan, costs.duration)[ops]
+        longest = greatest(plan, costs.duration)[ops]
         slowed = end - wire[ops] - longest
         waited = wire[ops] - start + longest - costs.duration[ops]
         np.add.at(self.found["slowdown"], plan.program[ops], slowed)
@@ -202,12 +202,7 @@ class _Gaps:
         on = start.copy()
         peer = plan.partner >= 0
         on[:, peer] = np.maximum(start[:, peer], start[:, plan.partner[peer]])
-        members = np.flatnonzero(plan.collective >= 0)
-        for step in range(len(on)) if len(members) else ():
-            latest = np.full(int(plan.collective.max()) + 1, -np.inf)
-            np.maximum.at(latest, plan.collective[members], start[step, members])
-            on[step, members] = latest[plan.collective[members]]
-        return on.ravel()
+        return greatest(plan, on).ravel()
 
     def _busy(self, streams: list[int], wire: FloatArray, lo: FloatArray, hi: FloatArray) -> FloatArray:
         """Seconds inside each [lo, hi] in which something is on the wire of one of these streams."""
@@ -222,12 +217,13 @@ class _Gaps:
         return np.asarray(np.interp(hi, times, value) - np.interp(lo, times, value))
 
 
-def _longest(plan: Plan, duration: FloatArray) -> FloatArray:
-    """[op] its own seconds, or those of the longest that it meets."""
-    out, members = duration.copy(), np.flatnonzero(plan.collective >= 0)
-    most = np.zeros(int(plan.collective.max(initial=-1)) + 1)
-    np.maximum.at(most, plan.collective[members], duration[members])
-    out[members] = most[plan.collective[members]]
+def greatest(plan: Plan, value: FloatArray) -> FloatArray:
+    """[…, op] of a member of a collective the greatest value among all of its members, of others their own."""
+    out, members = value.copy(), np.flatnonzero(plan.collective >= 0)
+    group = plan.collective[members]
+    most = np.full((int(group.max(initial=-1)) + 1, *value.shape[:-1]), -np.inf)
+    np.maximum.at(most, group, value.T[members])
+    out.T[members] = most[group]
     return out
 
 

@@ -16,7 +16,8 @@ from ir.job.build import DEFAULT_SCHEDULE, blaming
 from ir.job.load import no_job
 from ir.schedules.registry import canonical, default_chunks, legal_chunks
 from piper_sim.report.units import GIB, duration
-from piper_sim.study.history import PredictionBacktest, applied, backtest
+from piper_sim.study.history.backtest import PredictionBacktest, backtest
+from piper_sim.study.history.show import applied
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.simulate import Object, less_measured

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -12,60 +12,44 @@ from msgspec import Meta
 from ir.core.errors import ErrorKind
 from ir.core.files import FileErrors, read_toml, typed
 
-
-class ModelKeyType(StrEnum):
-    """What a key may hold; the text stands in error messages."""
-
-    SIZE = "a positive integer"
-    COUNT = "an integer, 0 or more"
-    SIZE_OR_NULL = "a positive integer or null"
-    COUNT_OR_NULL = "an integer, 0 or more, or null"  # 0 is null, which a job's TOML cannot say
-    WORD_OR_NULL = "a token's id or null"
-    INDEX = "an integer, 0 or more, or -1 for the last"
-    RATIO = "a number above 0"
-    WEIGHT = "a number, 0 or more"
-    CHANCE = "a number from 0 to below 1"
-    FLAG = "true or false"
-    SWITCH = "true or false, or a number that transformers takes for it"
-    TEXT = "a string"
-    TEXT_OR_NULL = "a string or null"
-    TEXTS_OR_NULL = "a list of strings or null"
-    COUNTS_OR_NULL = "a list of integers, 0 or more, or null"
-    RATIO_OR_NULL = "a number above 0 or null"
-    SIZES = "a positive integer, or a list of them"
-    SIZE_OR_TEXT = "a positive integer or a string"
-    TABLE_OR_NULL = "an object or null"
-    LIST = "a list"
-    ANYTHING = "anything"
-
-
 _MOST = 10**15  # the largest size that is accepted
 _Size = Annotated[int, Meta(ge=1, lt=_MOST)]
 _Count = Annotated[int, Meta(ge=0, lt=_MOST)]
 _Ratio = Annotated[float, Meta(gt=0, lt=_MOST)]
-_HELD: Mapping[ModelKeyType, Any] = {
-    ModelKeyType.SIZE: _Size,
-    ModelKeyType.COUNT: _Count,
-    ModelKeyType.SIZE_OR_NULL: _Size | None,
-    ModelKeyType.COUNT_OR_NULL: _Count | None,
-    ModelKeyType.WORD_OR_NULL: Annotated[int, Meta(gt=-_MOST, lt=_MOST)] | None,
-    ModelKeyType.INDEX: Annotated[int, Meta(ge=-1, lt=_MOST)],
-    ModelKeyType.RATIO: _Ratio,
-    ModelKeyType.WEIGHT: Annotated[float, Meta(ge=0, lt=_MOST)],
-    ModelKeyType.CHANCE: Annotated[float, Meta(ge=0, lt=1)],
-    ModelKeyType.FLAG: bool,
-    ModelKeyType.SWITCH: bool | _Count,
-    ModelKeyType.TEXT: str,
-    ModelKeyType.TEXT_OR_NULL: str | None,
-    ModelKeyType.TEXTS_OR_NULL: list[str] | None,
-    ModelKeyType.COUNTS_OR_NULL: list[_Count] | None,
-    ModelKeyType.RATIO_OR_NULL: _Ratio | None,
-    ModelKeyType.SIZES: _Size | Annotated[list[_Size], Meta(min_length=1)],
-    ModelKeyType.SIZE_OR_TEXT: _Size | str,
-    ModelKeyType.TABLE_OR_NULL: dict[str, Any] | None,
-    ModelKeyType.LIST: list[Any],
-    ModelKeyType.ANYTHING: Any,
-}
+
+
+class ModelKeyType(StrEnum):
+    """What a key may hold; the text stands in error messages. held: the same as a type."""
+
+    held: Any
+
+    def __new__(cls, text: str, held: Any) -> Self:
+        """One kind."""
+        kind = str.__new__(cls, text)
+        kind._value_, kind.held = text, held
+        return kind
+
+    SIZE = "a positive integer", _Size
+    COUNT = "an integer, 0 or more", _Count
+    SIZE_OR_NULL = "a positive integer or null", _Size | None
+    COUNT_OR_NULL = "an integer, 0 or more, or null", _Count | None  # 0 is null, which a job's TOML cannot say
+    WORD_OR_NULL = "a token's id or null", Annotated[int, Meta(gt=-_MOST, lt=_MOST)] | None
+    INDEX = "an integer, 0 or more, or -1 for the last", Annotated[int, Meta(ge=-1, lt=_MOST)]
+    RATIO = "a number above 0", _Ratio
+    WEIGHT = "a number, 0 or more", Annotated[float, Meta(ge=0, lt=_MOST)]
+    CHANCE = "a number from 0 to below 1", Annotated[float, Meta(ge=0, lt=1)]
+    FLAG = "true or false", bool
+    SWITCH = "true or false, or a number that transformers takes for it", bool | _Count
+    TEXT = "a string", str
+    TEXT_OR_NULL = "a string or null", str | None
+    TEXTS_OR_NULL = "a list of strings or null", list[str] | None
+    COUNTS_OR_NULL = "a list of integers, 0 or more, or null", list[_Count] | None
+    RATIO_OR_NULL = "a number above 0 or null", _Ratio | None
+    SIZES = "a positive integer, or a list of them", _Size | Annotated[list[_Size], Meta(min_length=1)]
+    SIZE_OR_TEXT = "a positive integer or a string", _Size | str
+    TABLE_OR_NULL = "an object or null", dict[str, Any] | None
+    LIST = "a list", list[Any]
+    ANYTHING = "anything", Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +169,7 @@ def fits(holds: ModelKeyType, value: object) -> bool:
     (True, False, False)
     """
     try:
-        msgspec.convert(value, _HELD[holds])
+        msgspec.convert(value, holds.held)
     except msgspec.ValidationError:
         return False
     return True

@@ -23,7 +23,7 @@ from piper_sim.report.page.html import Answer, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells
 from piper_sim.report.units import duration
 from piper_sim.study.compare import Comparison, compare, label
-from piper_sim.study.history import backtest_object, backtest_text, corrected_text
+from piper_sim.study.history.show import backtest_object, backtest_text, corrected_text
 from piper_sim.study.simulate import Object
 
 FILES = ("compare.json", "report.html", *TRACE_FILES)

@@ -25,7 +25,8 @@ from piper_sim.report.table import compare_cells, compare_table, memory_cells, m
 from piper_sim.report.units import duration, gib, short
 from piper_sim.study.explain.marks import marks_of
 from piper_sim.study.explain.what_if import JobChange, what_ifs
-from piper_sim.study.history import applied, backtest, backtest_object, backtest_text, corrected_text
+from piper_sim.study.history.backtest import backtest
+from piper_sim.study.history.show import applied, backtest_object, backtest_text, corrected_text
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.simulate import MESSAGES, Object

@@ -4,7 +4,7 @@ position; and an experts part as a function of its rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ from cost_models import DeviceHardware, LinkFabric
 from cost_models import work_seconds as uniform_seconds
 from ir.core.ops import Pass
 from ir.core.order import FloatArray, IntArray
+from ir.core.waits import grouped
 from ir.core.work import WEIGHTS_CAST, Work
 from ir.graph.build import PartPasses
 from ir.graph.graph import Graph, GraphNode
@@ -70,6 +71,8 @@ class ExpertRouting:
     ground: DevicePlacement
     fabric: LinkFabric
     recompute: RecomputedLayers
+    _templates: dict[tuple[object, ...], tuple[BufferLine, ...]] = field(default_factory=dict)
+    _known: dict[tuple[int, object], FloatArray] = field(default_factory=dict)
 
     @cached_property
     def divisions(self) -> tuple[ExpertDivision, ...]:
@@ -107,10 +110,6 @@ class ExpertRouting:
             out[d.layers] = d.worked
         return out
 
-    @cached_property
-    def _templates(self) -> dict[tuple[object, ...], tuple[BufferLine, ...]]:
-        return {}
-
     def colours(self) -> IntArray:
         """[position] numbers, equal where own rows and exchanges are equal in every layer and microbatch.
 
@@ -140,10 +139,6 @@ class ExpertRouting:
         d, k = self.division_of[self.layer(node)]
         exchange = d.exchange[k][case[None], d.group_of[position][:, None]]
         return np.asarray(self._exchange_factors(d, towards(node))[exchange])
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, object], FloatArray]:
-        return {}
 
     def _work_factors(self, d: ExpertDivision, node: GraphNode) -> FloatArray:
         """[load] of nodes of this kind: they are alike in all layers of a division."""
@@ -177,7 +172,7 @@ class ExpertRouting:
         nodes, b, mbs = plan.graph.nodes, plan.buffers, np.arange(plan.graph.mbs)
         case = np.broadcast_to(self.counts.case(mbs), mbs.shape)
         workspace = np.repeat(np.array([n.workspace for n in nodes], dtype=np.int64), len(case))
-        rows, held = _by_node(b.node, len(nodes)), list[tuple[IntArray, ...]]()
+        rows, held = grouped(b.node, len(nodes)), list[tuple[IntArray, ...]]()
         for i, n in enumerate(nodes):
             lines = self._lines(n) if self.layer(n) >= 0 else None
             if lines is None:
@@ -215,12 +210,6 @@ class ExpertRouting:
 def towards(node: GraphNode) -> bool:
     """Whether an all-to-all carries tokens to experts: a dispatch in forward, in backward a combine's mirror."""
     return node.part.endswith(".dispatch") == (node.kind is not Pass.I)
-
-
-def _by_node(node: IntArray, nodes: int) -> list[IntArray]:
-    """[node] its buffers."""
-    order = np.argsort(node, kind="stable")
-    return np.split(order, np.searchsorted(node[order], np.arange(nodes + 1)))[1:-1]
 
 
 ROWS = 128  # a whole number of fp8's blocks, so that bytes of scales are exact

@@ -6,6 +6,7 @@ import numpy as np
 
 from ir.core.grid import quantised
 from ir.core.order import FloatArray, IntArray
+from ir.core.waits import grouped
 from ir.plan.plan import OpKind, Plan, cover_table
 from piper_sim.folding import RankClasses
 from piper_sim.memory.events import MemoryEvents
@@ -27,7 +28,7 @@ def price(routing: ExpertRouting | None, plan: Plan, model: CostModel, classes: 
     balanced = model.seconds(plan, classes)  # ours to change: a copy would take longer than all the rest
     duration, shares = balanced[0].reshape(count, n), balanced[1].reshape(count, n, len(CostShare))
     own = _node_shares(plan, model)
-    for shape, ops in zip(plan.shapes, _ops_by_shape(plan), strict=True):
+    for shape, ops in zip(plan.shapes, grouped(plan.shape, len(plan.shapes)), strict=True):
         for i, member in shape.covers if len(ops) else ():
             node, mb = plan.graph.nodes[i], (plan.mb if member == 0 else plan.mb2)[ops]
             if routing.layer(node) < 0:
@@ -47,11 +48,6 @@ def price(routing: ExpertRouting | None, plan: Plan, model: CostModel, classes: 
                 shares[:, ops, share] = after
                 duration[:, ops] += after - before
     return OpCosts(duration.ravel(), shares.reshape(-1, len(CostShare)))
-
-
-def _ops_by_shape(plan: Plan) -> list[IntArray]:
-    order = np.argsort(plan.shape, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(plan.shape, minlength=len(plan.shapes)))[:-1])
 
 
 def _node_shares(plan: Plan, model: CostModel) -> FloatArray:

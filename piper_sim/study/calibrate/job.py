@@ -39,19 +39,15 @@ class ProfileMeasurer(Protocol):
         self, sizes: Sequence[Size], *, processes: int, backend: str, repeats: int, by: str, watchdog_s: float
     ) -> ProfileSamplesLike:
         """Time ops and messages."""
-        ...
 
     def devices(self, backend: str) -> int:
         """What there is to compute on."""
-        ...
 
     def refuse_processes(self, backend: str, processes: int, ranks: int) -> None:
         """Refuse more processes than ranks or GPUs."""
-        ...
 
     def refuse_modules(self, prepared: PreparedJob) -> None:
         """Refuse what is not to be timed as modules."""
-        ...
 
 
 @dataclass(frozen=True)

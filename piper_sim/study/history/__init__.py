@@ -11,22 +11,3 @@ seconds of a step or `oom`; `peak_allocated_GiB` of the fullest rank; `class` an
 | `correct` | errors to a factor on seconds, where leaving rows out says that it helps |
 | `show` | all of it as JSON and as text; a prediction corrected, its raw numbers beside it |
 """
-
-from piper_sim.study.history.backtest import PredictionBacktest, PredictionResidual, backtest
-from piper_sim.study.history.correct import PredictionCorrection, suggest
-from piper_sim.study.history.show import applied, backtest_object, backtest_text, corrected_text
-from piper_sim.study.history.table import PastStep, read_runs
-
-__all__ = [
-    "PastStep",
-    "PredictionBacktest",
-    "PredictionCorrection",
-    "PredictionResidual",
-    "applied",
-    "backtest",
-    "backtest_object",
-    "backtest_text",
-    "corrected_text",
-    "read_runs",
-    "suggest",
-]

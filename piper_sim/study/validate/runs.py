@@ -30,11 +30,9 @@ class PlanExecutor(Protocol):
 
     def run(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> tuple[dict[str, Any], Trace]:
         """Run a plan."""
-        ...
 
     def check(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> None:
         """Refuse what cannot be run."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ir.plan.host import host_reads
 from ir.plan.plan import OpKind, Plan
 from ir.trace.trace import Trace
 from piper_sim.engine import EngineScenario
+from piper_sim.study.breakdown import greatest
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +72,8 @@ def alone(s: EngineScenario, t: TraceTimes) -> FloatArray:
     recv = np.flatnonzero(plan.kind == OpKind.RECV)
     send = plan.partner[recv]
     out[:, send] = t.end[:, recv] - np.maximum(t.start[:, recv], t.start[:, send])
-    members = np.flatnonzero((plan.collective >= 0) & (plan.kind == OpKind.COLLECTIVE))
-    meeting = plan.collective[members]
-    last = np.full((int(meeting.max(initial=-1)) + 1, len(t)), -np.inf)
-    seen = last.copy()
-    np.maximum.at(last, meeting, t.start.T[members])
-    np.maximum.at(seen, meeting, t.end.T[members])
-    out[:, members] = (seen[meeting] - last[meeting]).T
+    joint = (plan.collective >= 0) & (plan.kind == OpKind.COLLECTIVE)
+    out[:, joint] = (greatest(plan, t.end) - greatest(plan, t.start))[:, joint]
     return np.maximum(out, 0.0)
 
 

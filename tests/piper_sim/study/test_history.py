@@ -13,7 +13,9 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.job.table import table_of
-from piper_sim.study.history import PredictionCorrection, applied, backtest, backtest_object, backtest_text, suggest
+from piper_sim.study.history.backtest import backtest
+from piper_sim.study.history.correct import PredictionCorrection, suggest
+from piper_sim.study.history.show import applied, backtest_object, backtest_text
 from piper_sim.study.history.table import parse_runs
 from piper_sim.study.predict import predict
 

@@ -11,7 +11,7 @@ from ir.job import Job, load_job
 from ir.job.schema import JobHistory
 from ir.job.table import job_toml
 from piper_sim.study.explain.explanation import explain
-from piper_sim.study.history import backtest
+from piper_sim.study.history.backtest import backtest
 from piper_sim.study.predict import predict
 
 SPEED = 0.7
