@@ -7,8 +7,8 @@ import pytest
 from ir.core.errors import PiperError
 
 
-def refused(ask: Callable[[], object]) -> PiperError:
-    """The error that this ends in."""
-    with pytest.raises(PiperError) as caught:
-        ask()
+def refusal(ask: Callable[..., object], *args: object, match: str | None = None, **named: object) -> PiperError:
+    """The error that `ask` of these arguments ends in. match: in its text."""
+    with pytest.raises(PiperError, match=match) as caught:
+        ask(*args, **named)
     return caught.value

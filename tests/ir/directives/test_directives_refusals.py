@@ -24,6 +24,7 @@ from ir.graph.graph import Graph, GraphEdge, MicrobatchSpan, check
 from ir.lower import PassMerge, PlanPolicy, lower
 from ir.verify import check_plan
 from tests.ir.plans import InventedSource, cut, moe_chunks
+from tests.refusals import refusal
 
 
 def f(**tags: object) -> DirectiveFilter:
@@ -42,10 +43,9 @@ def moe() -> Graph:
 def refused(
     strategy: Sequence[Directive], match: str, graph: Graph | None = None, kind: ErrorKind = ErrorKind.DIRECTIVE
 ) -> PiperError:
-    with pytest.raises(PiperError, match=match) as caught:
-        lower(apply(stage_graph(2) if graph is None else graph, strategy))
-    assert caught.value.kind is kind
-    return caught.value
+    caught = refusal(lambda: lower(apply(stage_graph(2) if graph is None else graph, strategy)), match=match)
+    assert caught.kind is kind
+    return caught
 
 
 ILLEGAL = ErrorKind.ILLEGAL_PLAN
@@ -206,8 +206,7 @@ def test_an_edge_to_nowhere_is_refused() -> None:
     graph = stage_graph(2)
     with pytest.raises(PiperError, match="names a node that is not in the graph"):
         check(replace(graph, edges=(*graph.edges, GraphEdge(3, 99, 0))))
-    with pytest.raises(PiperError, match="1F reads a buffer that 0F lacks"):
-        check(replace(graph, edges=(*graph.edges, GraphEdge(0, 3, 7))))
+    refusal(check, replace(graph, edges=(*graph.edges, GraphEdge(0, 3, 7))), match="1F reads a buffer that 0F lacks")
 
 
 def test_a_microbatch_placed_twice_or_out_of_range_is_refused() -> None:
@@ -218,8 +217,7 @@ def test_a_microbatch_placed_twice_or_out_of_range_is_refused() -> None:
         ((MicrobatchSpan(range(5), 0),), "range(0, 5) of 4"),
     ):
         nodes = tuple(structs.replace(n, spans=spans) for n in graph.nodes)
-        with pytest.raises(PiperError, match=match.replace("(", r"\(").replace(")", r"\)")):
-            check(replace(graph, nodes=nodes))
+        refusal(check, replace(graph, nodes=nodes), match=match.replace("(", r"\(").replace(")", r"\)"))
 
 
 # --- orders that lowering refuses ----------------------------------------------------------
@@ -276,5 +274,4 @@ def test_a_group_that_cannot_be_one_op_is_refused() -> None:
     cells = ["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B", "0F3", "0B1", "0B2", "0B3"]
     ordered = apply(graph, [table(cells, LATER)])
     check_plan(lower(ordered))
-    with pytest.raises(PiperError, match="0F 0B cannot be one fused op"):
-        lower(ordered, PlanPolicy(merge=PassMerge.FUSED))
+    refusal(lower, ordered, PlanPolicy(merge=PassMerge.FUSED), match="0F 0B cannot be one fused op")

@@ -26,13 +26,13 @@ from tests.ir.directives.strategies import (
     replicate,
     write,
 )
+from tests.refusals import refusal
 
 
-def refusal(path: str, **keys: Any) -> PiperError:
-    with pytest.raises(PiperError) as found:
-        planned(path, **keys)
-    assert found.value.file and (found.value.suggestion or found.value.allowed)
-    return found.value
+def refused(path: str, **keys: Any) -> PiperError:
+    found = refusal(planned, path, **keys)
+    assert found.file and (found.suggestion or found.allowed)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def refusal(path: str, **keys: Any) -> PiperError:
     ],
 )
 def test_sizes_must_agree_with_the_job(tmp_path: Path, sizes: dict[str, Any], key: str, fix: str) -> None:
-    error = refusal(write(tmp_path, [*SHIPPED["pp2_dp2_ep2"], SPLIT]), **sizes)
+    error = refused(write(tmp_path, [*SHIPPED["pp2_dp2_ep2"], SPLIT]), **sizes)
     assert (error.kind.exit_code, error.key, error.suggestion) == (2, key, fix)
 
 
 def test_axes_of_the_job_that_the_file_does_not_shard(tmp_path: Path) -> None:
     dense = [d for d in SHIPPED["pp2_dp2_ep2"] if d["op"] != "shard"]
-    assert refusal(write(tmp_path, dense)).key == "parallel.ep"
+    assert refused(write(tmp_path, dense)).key == "parallel.ep"
 
 
 BASE = SHIPPED["pp2_dp2_ep2"]
@@ -117,22 +117,20 @@ BAD: list[tuple[object, int, str]] = [
 
 @pytest.mark.parametrize(("value", "code", "says"), BAD, ids=[str(i) for i in range(len(BAD))])
 def test_files_with_a_mistake(tmp_path: Path, value: object, code: int, says: str) -> None:
-    error = refusal(write(tmp_path, value)) if says not in ("not JSON",) else _io(write(tmp_path, value))
+    error = refused(write(tmp_path, value)) if says not in ("not JSON",) else _io(write(tmp_path, value))
     assert error.kind.exit_code == code and says in error.message, error
 
 
 def _io(path: str) -> PiperError:
-    with pytest.raises(PiperError) as found:
-        planned(path)
-    assert found.value.file == path and found.value.kind is ErrorKind.DIRECTIVE
-    return found.value
+    found = refusal(planned, path)
+    assert found.file == path and found.kind is ErrorKind.DIRECTIVE
+    return found
 
 
 @pytest.mark.parametrize("name", ["nope.json", "."])
 def test_a_file_that_is_not_there(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PiperError) as found:
-        load_strategy(tmp_path / name)
-    assert found.value.kind is ErrorKind.IO and found.value.key == "schedule.directives"
+    found = refusal(load_strategy, tmp_path / name)
+    assert found.kind is ErrorKind.IO and found.key == "schedule.directives"
 
 
 def test_what_is_said_of_files_that_are_nearly_right(golden: Callable[[str, str], None], tmp_path: Path) -> None:

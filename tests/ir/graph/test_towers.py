@@ -16,6 +16,7 @@ from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
+from tests.refusals import refusal
 
 ENCODED, DECODED, HIDDEN, HEADS, EACH = 48, 16, 64, 4, 24
 T5: dict[str, Any] = {
@@ -124,15 +125,13 @@ def test_two_tables_of_distances_and_one_of_words() -> None:
     ],
 )  # fmt: skip
 def test_refused(sets: dict[str, Any], key: str) -> None:
-    with pytest.raises(PiperError) as e:
-        _job(**sets)
-    assert e.value.key == key and e.value.kind in (ErrorKind.JOB, ErrorKind.MODEL)
+    e = refusal(_job, **sets)
+    assert e.key == key and e.kind in (ErrorKind.JOB, ErrorKind.MODEL)
 
 
 def test_a_decoder_alone_has_no_encoder_to_say_the_length_of() -> None:
-    with pytest.raises(PiperError) as e:
-        prepare(job_from({"model": {"config": "tiny-llama", "encoder_seq_len": 8}, "parallel": {"dp": 1}}))
-    assert e.value.key == "model.encoder_seq_len"
+    e = refusal(prepare, job_from({"model": {"config": "tiny-llama", "encoder_seq_len": 8}, "parallel": {"dp": 1}}))
+    assert e.key == "model.encoder_seq_len"
 
 
 def test_megatrons_arguments_say_two_towers() -> None:

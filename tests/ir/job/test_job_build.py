@@ -13,6 +13,7 @@ from ir.job.build import blaming, directives_json, prepare, resolve
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.verify import check_plan
+from tests.refusals import refusal
 
 
 def job(file: str = "job.toml", **sections: dict[str, Any]) -> Job:
@@ -20,9 +21,7 @@ def job(file: str = "job.toml", **sections: dict[str, Any]) -> Job:
 
 
 def refused(**sections: dict[str, Any]) -> PiperError:
-    with pytest.raises(PiperError) as found:
-        prepare(job(**sections))
-    return found.value
+    return refusal(prepare, job(**sections))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +126,7 @@ def test_a_config_file_of_too_many_layers(tmp_path: Path) -> None:
 
     raw = json.loads((model._PRESETS / "tiny-llama.json").read_text())
     (tmp_path / "deep.json").write_text(json.dumps({**raw, "num_hidden_layers": 5_000}))
-    with pytest.raises(PiperError, match="5000 layers"):
-        prepare(job_from({"model": {"config": "deep.json"}}, file=str(tmp_path / "job.toml")))
+    refusal(prepare, job_from({"model": {"config": "deep.json"}}, file=str(tmp_path / "job.toml")), match="5000 layers")
 
 
 def test_a_flag_s_error_is_the_job_s_here() -> None:
@@ -182,8 +180,7 @@ def test_what_is_wrong_with_directives_is_wrong_in_their_file(tmp_path: Path) ->
 
 def test_so_many_gpus_and_no_more() -> None:
     check_ranks(RANKS, "cluster.nodes")
-    with pytest.raises(PiperError, match=f"{RANKS + 1} GPUs"):
-        check_ranks(RANKS + 1, "cluster.nodes")
+    refusal(check_ranks, RANKS + 1, "cluster.nodes", match=f"{RANKS + 1} GPUs")
 
 
 def test_a_price_of_cents_is_a_price() -> None:

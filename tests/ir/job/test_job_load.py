@@ -7,14 +7,13 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.load import job_from, load_job
+from tests.refusals import refusal
 
 TINY = {"model": {"config": "tiny-moe"}}
 
 
 def refused(table: dict[str, Any], *sets: str) -> PiperError:
-    with pytest.raises(PiperError) as found:
-        job_from(table, sets)
-    return found.value
+    return refusal(job_from, table, sets)
 
 
 def test_defaults_are_the_contract_s() -> None:
@@ -180,9 +179,8 @@ def test_schedules_of_the_learning_rate_that_say_too_little(given: dict[str, Any
 
 
 def test_every_error_names_the_file() -> None:
-    with pytest.raises(PiperError) as found:
-        job_from({"model": {"config": "x"}, "parallel": {"ordr": 1}}, file="there.toml")
-    assert (found.value.file, found.value.suggestion) == ("there.toml", "parallel.order")
+    found = refusal(job_from, {"model": {"config": "x"}, "parallel": {"ordr": 1}}, file="there.toml")
+    assert (found.file, found.suggestion) == ("there.toml", "parallel.order")
 
 
 def test_a_list_of_schedules_to_try_has_names_alone() -> None:

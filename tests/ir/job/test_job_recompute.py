@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.core.ops import Pass
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
+from tests.refusals import refusal
 
 LAYERS = 8
 
@@ -85,12 +86,10 @@ def test_plans_of_all_layers_are_one_plan_however_said() -> None:
     ],
 )
 def test_refused(layers: object, recompute: str, says: str) -> None:
-    with pytest.raises(PiperError, match="recompute_layers") as e:
-        _job(recompute=recompute, recompute_layers=layers)
-    assert says in str(e.value) and e.value.kind is ErrorKind.JOB
+    e = refusal(_job, recompute=recompute, recompute_layers=layers, match="recompute_layers")
+    assert says in str(e) and e.kind is ErrorKind.JOB
 
 
 @pytest.mark.parametrize("layers", [-1, [-1], True, 1.5, {"a": 1}])
 def test_no_layers_at_all(layers: object) -> None:
-    with pytest.raises(PiperError, match="recompute_layers"):
-        _job(recompute="full", recompute_layers=layers)
+    refusal(_job, recompute="full", recompute_layers=layers, match="recompute_layers")

@@ -20,6 +20,7 @@ from ir.verify import check_plan
 from tests.ir.plans import FIXED, fewer, moe_graph, moe_plan, stage_plan
 from tests.ir.verify.edits import rearranged
 from tests.ir.verify.replay import replay
+from tests.refusals import refusal
 
 
 def texts(plan: Plan, program: int, streams: tuple[str, ...] = ("compute", "ep")) -> list[str]:
@@ -63,8 +64,7 @@ def test_weight_gradients_stand_behind_the_communication_their_input_gradient_fe
 def test_a_group_of_dependent_members_is_refused() -> None:
     graph = moe_graph("1f1b", 1, 2, layers=2)
     cells = ["(0F0;0B0)OVERLAP_F_B", "0F1", "0B1"]
-    with pytest.raises(PiperError, match="whose result it reads"):
-        lower(apply(graph, [OrderDirective(table=((0, Order.of(cells)),))]))
+    refusal(lower, apply(graph, [OrderDirective(table=((0, Order.of(cells)),))]), match="whose result it reads")
 
 
 # --- coalescing ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.core.filters import parse_filter
 from ir.core.order import Order
 from ir.directives import OrderDirective, PlaceDirective, SplitDirective, apply
@@ -23,6 +23,7 @@ from ir.verify.deadlock import walk
 from tests.ir.plans import FIXED, WHOLE, fewer, moe_plan, stage_plan
 from tests.ir.verify.edits import differences
 from tests.ir.verify.replay import replay, serial
+from tests.refusals import refusal
 
 SINGLE = PlanPolicy(PassMerge.FUSED, whole_backward=True, p2p=MessageQueue.SINGLE, clip=False)
 CUT = PlanPolicy(p2p=MessageQueue.SINGLE)
@@ -50,9 +51,7 @@ def naive(name: str, ranks: int, mbs: int) -> Plan:
 )
 @pytest.mark.parametrize("mbs", [8, 16, 20])
 def test_send_first_receive_just_in_time_deadlocks_on_one_queue(name: str, ranks: int, mbs: int) -> None:
-    with pytest.raises(PiperError, match="the plan cannot finish") as refused:
-        check_plan(naive(name, ranks, mbs))
-    assert refused.value.kind is ErrorKind.DEADLOCK
+    assert refusal(check_plan, naive(name, ranks, mbs), match="the plan cannot finish").kind is ErrorKind.DEADLOCK
     check_plan(stage_plan(name, ranks, mbs, None, SINGLE), serial=True)
 
 
@@ -106,8 +105,7 @@ def test_one_queue_has_one_stream_that_names_no_peer() -> None:
 def test_mixed_queues_are_refused() -> None:
     plan = stage_plan("1f1b", 2, 2)
     shapes = tuple(replace(s, stream="p2p") if s.kind is OpKind.SEND else s for s in plan.shapes)
-    with pytest.raises(PiperError, match="use one kind of queue"):
-        check_plan(replace(plan, shapes=shapes))
+    refusal(check_plan, replace(plan, shapes=shapes), match="use one kind of queue")
 
 
 # --- where transfers stand -----------------------------------------------------------------

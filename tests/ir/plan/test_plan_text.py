@@ -20,6 +20,7 @@ from ir.plan.text import parse_plan, plan_digest, plan_text, read_plan
 from ir.verify import check_plan
 from tests.ir.plans import FIXED, WHOLE, fewer, moe_graph, moe_plan, stage_plan
 from tests.ir.verify.edits import differences, with_waits
+from tests.refusals import refusal
 
 SINGLE = PlanPolicy(p2p=MessageQueue.SINGLE)
 Golden = Callable[[str, str], None]
@@ -135,20 +136,18 @@ def test_a_hand_written_defect_is_refused_by_the_rules() -> None:
     k = next(i for i, line in enumerate(lines) if line.split()[1:3] == ["compute", "1B1"])
     n = len(plan)
     text = "\n".join(lines[:k] + lines[k + 2 :]).replace(f"ops = {n}", f"ops = {n - 2}")  # with the send behind it
-    with pytest.raises(PiperError, match="1I1 is missing"):
-        check_plan(parse_plan(text, plan.graph))
+    refusal(check_plan, parse_plan(text, plan.graph), match="1I1 is missing")
 
 
 # --- refusals -----------------------------------------------------------------------------
 
 
 def refused(text: str, plan: Plan, match: str, kind: ErrorKind = ErrorKind.ILLEGAL_PLAN) -> PiperError:
-    with pytest.raises(PiperError, match=match) as caught:
-        parse_plan(text, plan.graph, "plan.txt")
-    assert caught.value.kind is kind
-    assert caught.value.file == "plan.txt"
-    assert caught.value.key and caught.value.key.startswith("line ")
-    return caught.value
+    caught = refusal(parse_plan, text, plan.graph, "plan.txt", match=match)
+    assert caught.kind is kind
+    assert caught.file == "plan.txt"
+    assert caught.key and caught.key.startswith("line ")
+    return caught
 
 
 def small() -> tuple[Plan, str]:
@@ -240,19 +239,14 @@ def test_limits_are_checked_before_anything_is_expanded(monkeypatch: pytest.Monk
     refused(text, plan, "the plan is too big", ErrorKind.IO)
     path = tmp_path / "plan.txt"
     path.write_text(text)
-    with pytest.raises(PiperError, match="too big"):
-        read_plan(path, plan.graph)
+    refusal(read_plan, path, plan.graph, match="too big")
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     plan, _ = small()
-    with pytest.raises(PiperError, match="cannot read a plan") as caught:
-        read_plan(tmp_path / "none", plan.graph)
-    assert caught.value.kind is ErrorKind.IO
+    assert refusal(read_plan, tmp_path / "none", plan.graph, match="cannot read a plan").kind is ErrorKind.IO
     (tmp_path / "bytes").write_bytes(b"piper-plan 1\n\xff\n")
-    with pytest.raises(PiperError, match="not UTF-8") as caught:
-        read_plan(tmp_path / "bytes", plan.graph)
-    assert caught.value.key == "line 2"
+    assert refusal(read_plan, tmp_path / "bytes", plan.graph, match="not UTF-8").key == "line 2"
 
 
 @given(st.text(max_size=400))
@@ -291,12 +285,10 @@ def test_a_shuffled_text_parses_or_is_refused_but_never_passes_the_rules(rng: ob
 def test_a_plan_that_text_cannot_say_is_not_written() -> None:
     plan = stage_plan("1f1b", 2, 2, None, WHOLE)
     far = int(plan.bounds[1])
-    with pytest.raises(PiperError, match="of program 1"):
-        plan_text(with_waits(plan, add=(0, far)))
+    refusal(plan_text, with_waits(plan, add=(0, far)), match="of program 1")
     for header in ({"ops": "3"}, {"Key": "x"}, {"key": "a\nb"}, {"key": " a"}):
         odd = Plan(**{**{f: getattr(plan, f) for f in plan.__dataclass_fields__}, "header": header})  # type: ignore[arg-type]
-        with pytest.raises(PiperError, match="cannot be written"):
-            plan_text(odd)
+        refusal(plan_text, odd, match="cannot be written")
 
 
 def test_a_plan_of_a_hundred_thousand_ops_is_written_in_a_second_or_so() -> None:

@@ -12,6 +12,7 @@ from ir.schedules.custom import from_builder, from_csv, from_rows
 from ir.schedules.registry import NAMES, build
 from ir.schedules.schedule import Schedule
 from ir.verify import check_plan
+from tests.refusals import refusal
 
 GOOD = "def build(ranks, mbs):\n    return [[f'{r}{k}{m}' for k in 'FB' for m in range(mbs)] for r in range(ranks)]\n"
 
@@ -59,10 +60,9 @@ def test_bubbles_blanks_and_a_last_line_break_are_nothing(tmp_path: Path) -> Non
     ],
 )
 def test_a_csv_with_a_mistake(tmp_path: Path, text: str | bytes, code: int, says: str) -> None:
-    with pytest.raises(PiperError) as found:
-        read(tmp_path, text)
-    assert found.value.kind.exit_code == code and says in found.value.message
-    assert found.value.file == str(tmp_path / "schedule.csv") and found.value.key in (
+    found = refusal(read, tmp_path, text)
+    assert found.kind.exit_code == code and says in found.message
+    assert found.file == str(tmp_path / "schedule.csv") and found.key in (
         "schedule.csv",
         "schedule.microbatches",
         "line 1",
@@ -72,9 +72,7 @@ def test_a_csv_with_a_mistake(tmp_path: Path, text: str | bytes, code: int, says
 def test_an_order_that_deadlocks_is_found_in_the_plan(tmp_path: Path) -> None:
     (tmp_path / "s.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     table = {"model": {"config": "tiny-llama"}, "parallel": {"pp": 2}, "schedule": {"csv": str(tmp_path / "s.csv")}}
-    with pytest.raises(PiperError) as found:
-        check_plan(prepare(job_from(table)).plan())
-    assert found.value.kind.exit_code == 3
+    assert refusal(check_plan, prepare(job_from(table)).plan()).kind.exit_code == 3
 
 
 @pytest.mark.parametrize(
@@ -137,17 +135,15 @@ def test_a_builder_may_print_and_hold_dataclasses(tmp_path: Path, capsys: pytest
     ],
 )
 def test_a_builder_with_a_mistake_is_the_user_s_error(tmp_path: Path, code: str, says: str) -> None:
-    with pytest.raises(PiperError) as found:
-        ran(tmp_path, code)
-    assert says in found.value.message and found.value.file == str(tmp_path / "mine.py")
-    assert found.value.key == "schedule.builder"
+    found = refusal(ran, tmp_path, code)
+    assert says in found.message and found.file == str(tmp_path / "mine.py")
+    assert found.key == "schedule.builder"
 
 
 @pytest.mark.parametrize("reference", ["mine.py", "mine.py:", ":build", "nowhere.py:build", ".:build"])
 def test_a_builder_is_named_by_file_and_function(tmp_path: Path, reference: str) -> None:
-    with pytest.raises(PiperError) as found:
-        ran(tmp_path, GOOD, reference)
-    assert found.value.allowed == "file.py:function" and found.value.kind is ErrorKind.JOB
+    found = refusal(ran, tmp_path, GOOD, reference)
+    assert found.allowed == "file.py:function" and found.kind is ErrorKind.JOB
 
 
 def test_two_microbatch_ranges_are_two_placements() -> None:

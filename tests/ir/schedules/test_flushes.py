@@ -9,6 +9,7 @@ from ir.schedules.registry import NAMES, build, default_chunks, flushed
 from ir.schedules.schedule import check_complete
 from ir.verify import check_plan
 from piper_sim.study.predict import predict
+from tests.refusals import refusal
 
 JOB = {
     "model": {"config": "tiny-moe", "seq_len": 64, "num_hidden_layers": 8},
@@ -45,9 +46,8 @@ def test_a_flush_costs_a_bubble_saves_activations_and_updates_once(name: str) ->
 
 
 def test_what_does_not_divide_or_says_itself_what_runs_is_refused() -> None:
-    with pytest.raises(PiperError) as caught:
-        prepare(job_from(JOB | {"schedule": {"microbatches": 8, "flushes": 3}}))
-    assert (caught.value.key, caught.value.suggestion) == ("schedule.microbatches", "microbatches = 9")
+    caught = refusal(prepare, job_from(JOB | {"schedule": {"microbatches": 8, "flushes": 3}}))
+    assert (caught.key, caught.suggestion) == ("schedule.microbatches", "microbatches = 9")
     with pytest.raises(PiperError) as caught:
         prepare(job_from(JOB | {"schedule": {"csv": "order.csv", "flushes": 2}}))
     assert caught.value.key == "schedule.flushes" and "csv" in caught.value.message

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.core.order import Order
 from ir.schedules.registry import build
 from ir.schedules.schedule import OpTimes, Schedule, StagePlacement, check_complete
 from tests.ir.schedules.evaluate import evaluate
+from tests.refusals import refusal
 
 ORACLES = Path(__file__).parents[2] / "data" / "oracles"
 
@@ -84,24 +85,20 @@ INCOMPLETE = SimpleNamespace(
 def test_an_incomplete_order_is_refused(change: str) -> None:
     schedule = build("zb1p", 2, 4)
     check_complete(schedule.orders, schedule.placements)
-    with pytest.raises(PiperError) as caught:
-        evaluate(mutated(schedule, 0, getattr(INCOMPLETE, change)), schedule.placements)
-    assert caught.value.kind is ErrorKind.ILLEGAL_PLAN
+    caught = refusal(evaluate, mutated(schedule, 0, getattr(INCOMPLETE, change)), schedule.placements)
+    assert caught.kind is ErrorKind.ILLEGAL_PLAN
 
 
 @pytest.mark.parametrize(("text", "other"), [("0F0", "0I0"), ("0I1", "0W1"), ("0F0", "0W3")])
 def test_an_order_that_waits_for_itself_is_a_deadlock(text: str, other: str) -> None:
     schedule = build("zb1p", 2, 4)
-    with pytest.raises(PiperError) as caught:
-        evaluate(mutated(schedule, 0, swap(text, other)), schedule.placements)
-    assert caught.value.kind is ErrorKind.DEADLOCK
+    assert refusal(evaluate, mutated(schedule, 0, swap(text, other)), schedule.placements).kind is ErrorKind.DEADLOCK
 
 
 def test_a_deadlock_tells_where_every_rank_stands() -> None:
     orders = [Order.of(["0F0", "0B0", "0F1", "0B1"]), Order.of(["1F1", "1B1", "1F0", "1B0"])]
-    with pytest.raises(PiperError) as caught:
-        evaluate(orders, [StagePlacement(range(2), (0, 1))])
-    assert caught.value.message.splitlines() == [
+    caught = refusal(evaluate, orders, [StagePlacement(range(2), (0, 1))])
+    assert caught.message.splitlines() == [
         "no rank can move:",
         "  rank 0 stands at 0B0 (op 1 of its order), waiting for 1B0",
         "  rank 1 stands at 1F1 (op 0 of its order), waiting for 0F1",

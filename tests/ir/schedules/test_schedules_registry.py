@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.schedules.registry import NAMES, build, canonical, default_chunks
+from tests.refusals import refusal
 
 REFUSALS = [
     (("dualpip", 4, 8), "unknown schedule 'dualpip'", "dualpipe"),
@@ -30,9 +31,8 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("shape", "message", "fix"), REFUSALS, ids=["-".join(map(str, r[0])) for r in REFUSALS])
 def test_a_shape_that_does_not_exist_is_refused_with_what_would_do(shape: Any, message: str, fix: str) -> None:
-    with pytest.raises(PiperError) as caught:
-        build(*shape)
-    error = caught.value
+    caught = refusal(build, *shape)
+    error = caught
     assert (error.kind, error.kind.exit_code, error.message) == (ErrorKind.USAGE, 2, message)
     assert error.suggestion and error.suggestion.startswith(fix)
     assert error.allowed and error.key

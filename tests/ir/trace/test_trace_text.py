@@ -13,6 +13,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.trace import text as trace_text
 from ir.trace.text import parse_trace, read_trace, write_trace
 from ir.trace.trace import MemorySamples, Trace
+from tests.refusals import refusal
 
 WORDS = st.characters(exclude_categories=("Cs",), exclude_characters="\0")  # as the loader takes them
 NAMES = st.text(WORDS, min_size=1, max_size=12).filter(str.isprintable)
@@ -107,11 +108,10 @@ def test_a_bad_file_is_refused_by_line_and_column(case: str) -> None:
     old, new, where = REFUSED[case]
     assert old in GOOD
     head, _, tail = GOOD.rpartition(old)
-    with pytest.raises(PiperError) as e:
-        parse_trace(head + new + tail, "run/trace.tsv")
-    assert e.value.kind is ErrorKind.IO
-    assert (e.value.file, e.value.key) == ("run/trace.tsv", where)
-    assert e.value.suggestion
+    e = refusal(parse_trace, head + new + tail, "run/trace.tsv")
+    assert e.kind is ErrorKind.IO
+    assert (e.file, e.key) == ("run/trace.tsv", where)
+    assert e.suggestion
 
 
 @given(st.integers(0, len(GOOD)), st.text(WORDS, max_size=3), st.integers(0, 5))
@@ -124,25 +124,20 @@ def test_a_mutated_file_is_read_or_refused_and_never_crashes(at: int, new: str, 
 
 def test_limits_stand_before_expansion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(trace_text, "MAX_BYTES", 100)
-    with pytest.raises(PiperError, match="too big"):
-        parse_trace("x" * 101)
+    refusal(parse_trace, "x" * 101, match="too big")
     (tmp_path / "t").write_text("x" * 101)
-    with pytest.raises(PiperError, match="too big"):
-        read_trace(tmp_path / "t")
+    refusal(read_trace, tmp_path / "t", match="too big")
 
 
 @pytest.mark.parametrize("header", [{"a": (1, 2)}, {"a": math.nan}, {"a": {1: 2}}, {"a": object()}])
 def test_a_header_that_json_would_change_is_not_written(header: dict[str, object]) -> None:
-    with pytest.raises(PiperError, match=re.escape("line 1, column header")):
-        write_trace(Trace.of(header, []))
+    refusal(write_trace, Trace.of(header, []), match=re.escape("line 1, column header"))
 
 
 def test_reading_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(PiperError, match=r"missing\.tsv: TRACE: cannot read"):
-        read_trace(tmp_path / "missing.tsv")
+    refusal(read_trace, tmp_path / "missing.tsv", match=r"missing\.tsv: TRACE: cannot read")
     (tmp_path / "bad").write_bytes(GOOD.encode() + b"\xff\n")
-    with pytest.raises(PiperError, match="line 8: not UTF-8"):
-        read_trace(tmp_path / "bad")
+    refusal(read_trace, tmp_path / "bad", match="line 8: not UTF-8")
     (tmp_path / "good").write_bytes(GOOD.encode())
     assert len(read_trace(tmp_path / "good")) == 2
 

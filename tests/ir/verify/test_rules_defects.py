@@ -22,6 +22,7 @@ from ir.verify import check_plan, held
 from tests.ir.plans import WHOLE, moe_plan, stage_plan
 from tests.ir.verify.defects import LARGE
 from tests.ir.verify.defects_small import SMALL, found_buckets
+from tests.refusals import refusal
 
 ALL = LARGE | SMALL
 SINGLE = PlanPolicy(p2p=MessageQueue.SINGLE)
@@ -103,9 +104,8 @@ def test_no_gather_of_a_small_plan_may_come_earlier() -> None:
     for seed in range(60):
         spoiled = SMALL["gather_one_op_early"](plan, Random(seed))
         assert spoiled is not None
-        with pytest.raises(PiperError) as refused:
-            check_plan(spoiled[0])
-        refusals.add(refused.value.message.partition(" is ")[2])
+        refused = refusal(check_plan, spoiled[0])
+        refusals.add(refused.message.partition(" is ")[2])
     assert refusals == {"more than 1 readings ahead of its own", "dispatched before there is room for it"}
 
 
@@ -116,5 +116,4 @@ def test_a_parameter_in_two_buckets_is_named(monkeypatch: pytest.MonkeyPatch) ->
     again = first.params[2]
     assert again != first.params[0]
     monkeypatch.setattr(held, "buckets", lambda g: (first, *rest, replace(first, name="again", params=(again,))))
-    with pytest.raises(PiperError, match=f"^{again} is in bucket {first.stage}/again and in another"):
-        held.held(graph)
+    refusal(held.held, graph, match=f"^{again} is in bucket {first.stage}/again and in another")

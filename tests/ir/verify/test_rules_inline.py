@@ -16,6 +16,7 @@ from ir.verify.deadlock import OpDispatch, check_progress
 from piper_sim.engine import EngineScenario, play
 from piper_sim.pricing.hosts import inline
 from tests.ir.plans import FIXED, fewer, moe_plan, stage_plan
+from tests.refusals import refusal
 
 
 @fewer
@@ -59,9 +60,8 @@ def late_receives(plan: Plan) -> Plan:
 def test_what_free_streams_finish_an_inline_host_may_not(name: str) -> None:
     late = late_receives(stage_plan(name, 3, 4, None, PlanPolicy(p2p=MessageQueue.CHANNELS, clip=False)))
     check_progress(late)
-    with pytest.raises(PiperError, match="compute executed by the host") as refused:
-        check_progress(late, OpDispatch.INLINE)
-    assert refused.value.kind is ErrorKind.DEADLOCK
+    refused = refusal(check_progress, late, OpDispatch.INLINE, match="compute executed by the host")
+    assert refused.kind is ErrorKind.DEADLOCK
     duration = np.ones(len(late))
     assert (play(EngineScenario.of(late), duration).end > 0).all()
     with pytest.raises(PiperError, match=r"host stands at .*, which waits for ") as stuck:
@@ -78,8 +78,7 @@ def test_a_host_that_must_read_counts_first_may_be_stuck_where_free_streams_are_
     rows, items = np.append(plan.waits.rows(), on), np.append(plan.waits.items, behind)
     late = replace(plan, waits=OpLists.of(len(plan), rows, items))
     check_progress(late)
-    with pytest.raises(PiperError, match="compute executed by the host"):
-        check_progress(late, OpDispatch.INLINE)
+    refusal(check_progress, late, OpDispatch.INLINE, match="compute executed by the host")
     with pytest.raises(PiperError, match=r"host stands at .*dispatch, which waits for .*counts"):
         play(EngineScenario.of(late, host=inline(late)), np.ones(len(late)))
 

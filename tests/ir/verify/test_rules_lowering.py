@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as anew
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.core.filters import parse_filter
 from ir.core.ops import Pass
 from ir.core.work import Message
@@ -25,6 +25,7 @@ from ir.plan.plan import Plan
 from ir.verify import check_plan
 from tests.ir.plans import moe_graph
 from tests.ir.verify.edits import rearranged
+from tests.refusals import refusal
 
 LOWERING = importlib.import_module("ir.lower.lower")  # the package calls its function by the same name
 MIXED = tuple(ReplicateDirective(parse_filter({"L": n}), n, None, "zero") for n in range(4))
@@ -36,9 +37,7 @@ def made(name: str = "1f1b", zero: int = 0, policy: PlanPolicy = PlanPolicy(), *
 
 
 def refused(plan: Plan, match: str) -> None:
-    with pytest.raises(PiperError, match=match) as error:
-        check_plan(plan)
-    assert error.value.kind is ErrorKind.ILLEGAL_PLAN
+    assert refusal(check_plan, plan, match=match).kind is ErrorKind.ILLEGAL_PLAN
 
 
 def test_buckets_of_one_stage_at_two_levels_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ir.core.errors import ErrorKind, PiperError
 from ir.workload import config_from, load_config, model_chunks
 from ir.workload.config.load import raw_config
@@ -20,6 +18,7 @@ from ir.workload.config.spec import ModelConfig
 from ir.workload.part import PartLayout, PartWork
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
+from tests.refusals import refusal
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -52,10 +51,9 @@ LLAMA: Mapping[str, object] = {
 
 def refused(raw: Mapping[str, object], **inline: object) -> PiperError:
     """What a config's refusal says; inline: keys that a job sets."""
-    with pytest.raises(PiperError) as e:
-        config_from(raw, "here.json", inline)
-    assert e.value.kind is ErrorKind.MODEL and e.value.kind.exit_code == 2 and e.value.file == "here.json"
-    return e.value
+    e = refusal(config_from, raw, "here.json", inline)
+    assert e.kind is ErrorKind.MODEL and e.kind.exit_code == 2 and e.file == "here.json"
+    return e
 
 
 def work(config: ModelConfig | str, at: int, name: str, layout: PartLayout = PartLayout(), **setting: Any) -> PartWork:

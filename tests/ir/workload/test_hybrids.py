@@ -2,7 +2,6 @@
 
 import pytest
 
-from ir.core.errors import PiperError
 from ir.core.work import MessageKind
 from ir.job.build import prepare
 from ir.job.load import job_from
@@ -14,6 +13,7 @@ from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
 from ir.workload.work import part_work
 from tests.ir.workload.models import refused, small
 from tests.ir.workload.test_families import TOKENS, counted, parameters, priced
+from tests.refusals import refusal
 
 NANO, NEXT, MAMBA = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "mamba2-2.7b"
 SIZES = {"seq_len": 256, "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -92,9 +92,7 @@ def test_time_within_chunks_grows_with_the_chunk_and_not_with_the_sequence() -> 
     ],
 )
 def test_a_division_that_heads_or_groups_do_not_have_is_refused(config: str, layout: PartLayout, key: str) -> None:
-    with pytest.raises(PiperError) as e:
-        check_setting(load_config(config), layout, MicrobatchShape(1, 4096))
-    assert e.value.key == key
+    assert refusal(check_setting, load_config(config), layout, MicrobatchShape(1, 4096)).key == key
 
 
 @pytest.mark.parametrize(
@@ -107,9 +105,8 @@ def test_a_division_that_heads_or_groups_do_not_have_is_refused(config: str, lay
     ],
 )
 def test_what_is_not_built_is_refused_by_its_key(inline: dict[str, object], key: str) -> None:
-    with pytest.raises(PiperError) as e:
-        load_config(NANO, inline)
-    assert e.value.key == key and e.value.allowed
+    e = refusal(load_config, NANO, inline)
+    assert e.key == key and e.allowed
 
 
 def test_a_pattern_of_attention_alone_has_no_mlp() -> None:

@@ -10,6 +10,7 @@ from ir.job.build import prepare
 from ir.workload import load_config, model_chunks
 from ir.workload.layout import format_layout, laid_out, layout_of, parse_layout
 from ir.workload.partition import partition
+from tests.refusals import refusal
 
 # NVIDIA-NeMo/Megatron-Bridge's recipe of DeepSeek-V3, Megatron-LM pull request 6429, and what Megatron's guide shows.
 KNOWN = {
@@ -46,10 +47,9 @@ def test_what_is_printed_is_read_as_the_same_stages_and_is_no_longer(parts: list
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_is_no_layout_is_refused_where_it_stops_being_one(text: str) -> None:
-    with pytest.raises(PiperError) as e:
-        parse_layout(text)
+    e = refusal(parse_layout, text)
     message, fix = REFUSED[text]
-    assert message in e.value.message and e.value.suggestion == fix and e.value.key == "schedule.layout"
+    assert message in e.message and e.suggestion == fix and e.key == "schedule.layout"
 
 
 def test_parts_stand_where_the_layout_says_and_a_list_of_layers_says_the_same() -> None:
@@ -72,10 +72,9 @@ def test_parts_stand_where_the_layout_says_and_a_list_of_layers_says_the_same() 
 )
 def test_parts_the_model_does_not_have_are_refused_with_a_layout_that_would_do(text: str, message: str) -> None:
     chunks = model_chunks(load_config("deepseek-v3", {"num_hidden_layers": 6}))
-    with pytest.raises(PiperError) as e:
-        laid_out(chunks, parse_layout(text))
-    assert message in e.value.message
-    assert len(laid_out(chunks, parse_layout(e.value.suggestion or ""))) == len(parse_layout(text))
+    e = refusal(laid_out, chunks, parse_layout(text))
+    assert message in e.message
+    assert len(laid_out(chunks, parse_layout(e.suggestion or ""))) == len(parse_layout(text))
 
 
 def test_a_job_s_layout_says_how_many_stages_a_rank_has_and_stands_alone() -> None:
@@ -94,5 +93,4 @@ def test_a_job_s_layout_says_how_many_stages_a_rank_has_and_stands_alone() -> No
 
 @pytest.mark.parametrize("text", ["((t)*2)", "t(t(t)*2)"])
 def test_groups_are_not_put_inside_of_groups(text: str) -> None:
-    with pytest.raises(PiperError, match="a group inside of a group"):
-        parse_layout(text)
+    refusal(parse_layout, text, match="a group inside of a group")

@@ -13,6 +13,7 @@ from ir.workload import config_from, load_config, presets
 from ir.workload.config.keys import TYPES
 from tests.ir.workload.models import FAMILIES, LLAMA, refused, small
 from tests.ir.workload.test_families import hub_config
+from tests.refusals import refusal
 
 CONTRACT = (
     "gpt3-175b llama3-8b llama3-70b llama3-405b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 "
@@ -117,10 +118,9 @@ def test_a_window_counts_only_where_it_is_used():
 
 
 def test_unknown_preset_names_the_nearest():
-    with pytest.raises(PiperError) as e:
-        load_config("deepseek_v3")
-    assert (e.value.kind, e.value.key, e.value.suggestion) == (ErrorKind.MODEL, "model.config", "deepseek-v3")
-    assert "llama3-8b" in e.value.allowed
+    e = refusal(load_config, "deepseek_v3")
+    assert (e.kind, e.key, e.suggestion) == (ErrorKind.MODEL, "model.config", "deepseek-v3")
+    assert "llama3-8b" in e.allowed
 
 
 def test_unknown_inline_key_names_the_nearest_of_the_model_type():
@@ -164,19 +164,14 @@ def test_sizes_that_do_not_divide_are_refused():
     assert (e.key, e.suggestion) == ("num_attention_heads", "4")
     assert refused({**LLAMA, "num_key_value_heads": 3}).suggestion == "2"
     assert config_from({**LLAMA, "num_attention_heads": 5, "head_dim": 16}, "x").head_dim == 16
-    with pytest.raises(PiperError, match="9 experts per token"):
-        load_config("tiny-moe", {"num_experts_per_tok": 9})
-    with pytest.raises(PiperError, match="n_group"):
-        load_config("deepseek-v3", {"n_group": 7})
-    with pytest.raises(PiperError, match="topk_group"):
-        load_config("deepseek-v3", {"topk_group": 9})
-    with pytest.raises(PiperError, match="num_nextn_predict_layers"):
-        load_config("deepseek-v3", {"num_nextn_predict_layers": 2})
+    refusal(load_config, "tiny-moe", {"num_experts_per_tok": 9}, match="9 experts per token")
+    refusal(load_config, "deepseek-v3", {"n_group": 7}, match="n_group")
+    refusal(load_config, "deepseek-v3", {"topk_group": 9}, match="topk_group")
+    refusal(load_config, "deepseek-v3", {"num_nextn_predict_layers": 2}, match="num_nextn_predict_layers")
 
 
 def test_two_spellings_with_two_values_are_refused():
-    with pytest.raises(PiperError, match="one key with two values"):
-        load_config("gpt2", {"n_layer": 4, "num_hidden_layers": 5})
+    refusal(load_config, "gpt2", {"n_layer": 4, "num_hidden_layers": 5}, match="one key with two values")
     assert load_config("gpt2", {"n_layer": 4, "num_hidden_layers": 4}).layers == 4
 
 
@@ -194,19 +189,13 @@ def test_two_spellings_with_two_values_are_refused():
 )
 def test_files_are_strict_json(tmp_path, text, says):
     path = written(tmp_path, text)
-    with pytest.raises(PiperError, match=says) as e:
-        load_config(str(path))
-    assert e.value.file == str(path)
+    assert refusal(load_config, str(path), match=says).file == str(path)
 
 
 def test_an_unreadable_file_is_an_io_error(tmp_path):
-    with pytest.raises(PiperError) as e:
-        load_config(str(tmp_path / "none.json"))
-    assert e.value.kind is ErrorKind.IO
+    assert refusal(load_config, str(tmp_path / "none.json")).kind is ErrorKind.IO
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(PiperError) as e:
-        load_config(str(tmp_path / "bytes.json"))
-    assert e.value.kind is ErrorKind.MODEL
+    assert refusal(load_config, str(tmp_path / "bytes.json")).kind is ErrorKind.MODEL
 
 
 # Keys that the Hub's own files have and transformers' classes nowhere read: of SmolLM2, Vicuna, Falcon 3, unsloth's

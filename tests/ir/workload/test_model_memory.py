@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.core.work import DType
 from ir.workload import load_config, local_numel, model_chunks
@@ -16,6 +15,7 @@ from ir.workload.partition import partition
 from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
 from ir.workload.work import part_work
 from tests.ir.workload.models import work
+from tests.refusals import refusal
 
 TABLE = Path(__file__).parents[2] / "data" / "korthikanti_activation.csv"
 BF16 = ModelPrecision()
@@ -284,10 +284,9 @@ def test_shared_experts_and_router_share_one_normed_input():
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(name, layout, shape, key, fix):
-    with pytest.raises(PiperError) as e:
-        check_setting(load_config(name), layout, shape)
-    assert (e.value.key, e.value.kind.exit_code) == (key, 2)
-    assert fix in e.value.suggestion
+    e = refusal(check_setting, load_config(name), layout, shape)
+    assert (e.key, e.kind.exit_code) == (key, 2)
+    assert fix in e.suggestion
 
 
 def test_layouts_in_use_pass():

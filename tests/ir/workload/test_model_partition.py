@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.workload import load_config, model_chunks
 from ir.workload.part import chunk_flops
 from ir.workload.partition import partition
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import ConfigModelWork
+from tests.refusals import refusal
 
 
 def llama(layers):
@@ -21,13 +22,12 @@ def counts(stages):
 
 
 def refused(*args):
-    with pytest.raises(PiperError) as e:
-        partition(*args)
-    assert e.value.kind is ErrorKind.JOB
-    assert e.value.kind.exit_code == 2
-    assert e.value.allowed
-    assert e.value.suggestion
-    return e.value
+    e = refusal(partition, *args)
+    assert e.kind is ErrorKind.JOB
+    assert e.kind.exit_code == 2
+    assert e.allowed
+    assert e.suggestion
+    return e
 
 
 def test_even_divides_layers_or_layers_and_both_ends():
@@ -58,16 +58,13 @@ def test_listed_counts_may_hold_zeros_and_must_fit():
     assert [[c.name for c in s] for s in stages] == [["embed"], ["l0", "l1"], ["l2", "l3"], ["head"]]
     assert "sum to 5" in refused(llama(4), 2, [2, 3]).message
     assert "3 layer counts for 2 stages" in refused(llama(4), 2, [2, 1, 1]).message
-    with pytest.raises(PiperError, match="not layer counts"):
-        partition(llama(4), 2, [5, -1])
-    with pytest.raises(PiperError, match="not layer counts"):
-        partition(llama(4), 2, [True, 3])
+    refusal(partition, llama(4), 2, [5, -1], match="not layer counts")
+    refusal(partition, llama(4), 2, [True, 3], match="not layer counts")
 
 
 def test_unknown_words_are_refused():
     assert refused(llama(4), 2, "balance").suggestion == "balanced"
-    with pytest.raises(PiperError, match="0 stages"):
-        partition(llama(4), 0, "even")
+    refusal(partition, llama(4), 0, "even", match="0 stages")
 
 
 def test_ends_go_to_the_outer_stages_in_order():
@@ -125,8 +122,7 @@ def test_balanced_is_quick_and_even_on_equal_layers():
 
 def test_costs_must_be_one_finite_number_per_chunk():
     for costs in ([1.0], [float("nan")] * 6, [-1.0] * 6):
-        with pytest.raises(PiperError, match="costs"):
-            partition(llama(4), 2, "balanced", costs)
+        refusal(partition, llama(4), 2, "balanced", costs, match="costs")
 
 
 def test_a_stage_without_layers_hands_its_input_on() -> None:

@@ -24,6 +24,7 @@ from piper_sim.study.pipeline import PassTimes, run_schedule
 from tests.ir.plans import moe_plan, stage_plan, with_waits
 from tests.piper_sim.engine.cases import CUT, HEAVY, LAYERS, STAGES, durations, layers, stages
 from tests.piper_sim.engine.longest_paths import Cell, paragraph, times
+from tests.refusals import refusal
 
 
 def agrees(plan: Plan, duration: FloatArray, wire: MessageMode, steps: int) -> None:
@@ -176,10 +177,9 @@ def crossed() -> Plan:
 def test_a_deadlock_names_every_rank_and_op_and_what_it_waits_for() -> None:
     stuck = crossed()
     for wire in MessageMode:
-        with pytest.raises(PiperError) as caught:
-            run(stuck, np.ones(len(stuck)), wire)
-        assert caught.value.kind is ErrorKind.DEADLOCK
-        story = caught.value.message.splitlines()
+        caught = refusal(run, stuck, np.ones(len(stuck)), wire)
+        assert caught.kind is ErrorKind.DEADLOCK
+        story = caught.message.splitlines()
         assert story[0] == "no stream can move:"
         assert "  rank 1 compute stands at 1F0, which waits for 1SEND_B0" in story
         assert "  rank 0 compute stands at 0B0, which waits for 0RECV_B0" in story
@@ -189,9 +189,8 @@ def test_a_deadlock_names_every_rank_and_op_and_what_it_waits_for() -> None:
 def test_a_deadlock_names_what_each_host_waits_for() -> None:
     stuck = crossed()
     for engine in (play, compiled.play):
-        with pytest.raises(PiperError) as caught:
-            engine(EngineScenario.of(stuck, host=inline(stuck)), np.ones(len(stuck)), 1)
-        assert caught.value.message.splitlines()[-2:] == [
+        caught = refusal(engine, EngineScenario.of(stuck, host=inline(stuck)), np.ones(len(stuck)), 1)
+        assert caught.message.splitlines()[-2:] == [
             "  rank 0 host stands at 0B1, which waits for 0B0",
             "  rank 1 host stands at 1RECV_F1, which waits for 1F0",
         ]

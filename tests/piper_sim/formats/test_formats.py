@@ -17,7 +17,6 @@ from chakra.schema.protobuf.et_def_pb2 import GlobalMetadata, Node
 from chakra.src.third_party.utils.protolib import decodeMessage, encodeMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from ir.core.errors import PiperError
 from ir.job.load import job_from
 from ir.plan.plan import OpKind
 from ir.schedules.custom import from_csv
@@ -26,6 +25,7 @@ from piper_sim.formats.chakra import chakra_files
 from piper_sim.formats.torch_csv import order_csv
 from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
+from tests.refusals import refusal
 
 JOB = """[model]
 config = "tiny-moe"
@@ -194,8 +194,7 @@ def test_torch_csv_is_our_order_again_and_two_copies_are_refused(tmp_path: Path)
     (tmp_path / "a.csv").write_text(order_csv(p.prepared))
     again = from_csv(str(tmp_path / "a.csv"))
     assert [o.cells() for o in again.orders] == [line.split(",") for line in order_csv(p.prepared).splitlines()]
-    with pytest.raises(PiperError, match="each stage on one rank"):
-        order_csv(predicted("dualpipe").prepared)
+    refusal(order_csv, predicted("dualpipe").prepared, match="each stage on one rank")
 
 
 def test_the_command_writes_each_format(

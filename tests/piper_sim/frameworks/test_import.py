@@ -17,6 +17,7 @@ from ir.job.load import job_from
 from piper_sim.app.cli import main
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN, ImportedJob, import_launch
 from piper_sim.frameworks.table import chains, facts, rows
+from tests.refusals import refusal
 
 SCRIPT = (Path(__file__).parents[2] / "fuzz" / "seeds" / "megatron.sh").read_text()
 TEXTS = tomllib.loads((Path(__file__).parents[2] / "data" / "launches.toml").read_text())
@@ -107,8 +108,7 @@ def test_what_a_script_does_is_not_done(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_no_launch_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
-    with pytest.raises(PiperError, match=message):
-        imported(tmp_path, text, name)
+    refusal(imported, tmp_path, text, name, match=message)
 
 
 def test_a_batch_script_that_wraps_its_command_and_writes_its_json(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.search import search
 from piper_sim.study.search.bound import JobBounds
 from piper_sim.study.search.space import JobSpace
+from tests.refusals import refusal
 
 NODE = 8
 
@@ -129,9 +130,8 @@ def test_groups_of_shards_and_of_copies_are_a_grid(order: str) -> None:
         assert len(columns) == 2 and sorted(a + b for a in rows for b in columns) == mesh.offsets(axes)
         own = mesh.offsets((inside[-1],))
         assert own[-1] < mesh.offsets((across[0],))[1]  # shards lie on those that are closest
-    with pytest.raises(PiperError) as refused:
-        Mesh.of(tp=1, cp=1, dp=6, pp=1, dp_replicate=4)
-    assert refused.value.key == "parallel.dp_replicate" and refused.value.suggestion == "dp_replicate = 3"
+    refused = refusal(Mesh.of, tp=1, cp=1, dp=6, pp=1, dp_replicate=4)
+    assert refused.key == "parallel.dp_replicate" and refused.suggestion == "dp_replicate = 3"
 
 
 def test_a_job_without_copies_has_the_plan_that_it_had() -> None:
@@ -149,10 +149,6 @@ def test_a_strategy_and_its_job_agree_on_copies(tmp_path: Path) -> None:
     filled = prepare(job(1, schedule=two))
     assert filled.job.parallel.dp_replicate == said.dp_replicate == 2
     assert plan_digest(filled.plan()) == plan_digest(prepare(job(2, schedule=two)).plan())
-    with pytest.raises(PiperError, match="the strategy copies no shards") as refused:
-        prepare(job(2, schedule=none))
-    assert refused.value.key == "parallel.dp_replicate"
-    with pytest.raises(PiperError, match="dp_replicate = 2, and the mesh has 4"):
-        prepare(job(4, schedule=two)).plan()
-    with pytest.raises(PiperError, match="zero = 0 makes none"):
-        prepare(job(2, zero=0))
+    assert refusal(prepare, job(2, schedule=none), match="the strategy copies no shards").key == "parallel.dp_replicate"
+    refusal(prepare(job(4, schedule=two)).plan, match="dp_replicate = 2, and the mesh has 4")
+    refusal(prepare, job(2, zero=0), match="zero = 0 makes none")

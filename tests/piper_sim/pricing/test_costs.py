@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cost_models import LinkFabric, message_seconds
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.core.grid import quantise
 from ir.core.work import Message, MessageKind
 from ir.graph.graph import PerStepOp
@@ -19,6 +19,7 @@ from piper_sim.pricing.costs import CostModel, OpCosts
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.structure import CostShare
 from piper_sim.study.predict import predict
+from tests.refusals import refusal
 
 
 def job(name: str = "1f1b", config: str = "tiny-moe", **sections: Any) -> Job:
@@ -97,9 +98,8 @@ def test_stage_times_leave_what_they_do_not_name_and_p2p_is_every_transfer_s() -
     ],
 )
 def test_stage_times_that_make_no_sense_are_refused(times: dict[str, Any], words: str) -> None:
-    with pytest.raises(PiperError, match=words) as caught:
-        priced(job(costs={"stage_times": times}))
-    assert caught.value.kind is ErrorKind.JOB and caught.value.key == "costs.stage_times"
+    caught = refusal(priced, job(costs={"stage_times": times}), match=words)
+    assert caught.kind is ErrorKind.JOB and caught.key == "costs.stage_times"
 
 
 def test_a_straggler_slows_its_own_program_by_its_factor_and_the_step_with_it() -> None:
@@ -192,9 +192,8 @@ def test_a_host_of_which_nothing_is_known_updates_nothing() -> None:
         sections = {"cluster": {"gpu": "cpu", **cluster}, "optimizer": {"offload": offload}}
         return job_from({"model": {"config": "tiny-llama"}, **sections})
 
-    with pytest.raises(PiperError) as e:
-        predict(job(1.0))
-    assert (e.value.key, e.value.suggestion) == ("optimizer.offload", "cluster.host_GBps = 40")
+    e = refusal(predict, job(1.0))
+    assert (e.key, e.suggestion) == ("optimizer.offload", "cluster.host_GBps = 40")
     assert predict(job(1.0, host_GBps=0.01)).iteration_s > predict(job(0.0)).iteration_s
 
 

@@ -17,6 +17,7 @@ from ir.job.schema import JobRouting as RoutingKeys
 from piper_sim import load_job, predict
 from piper_sim.pricing.routing import routing_of
 from tests.piper_sim.pricing.routed import HW, job, made, routing
+from tests.refusals import refusal
 
 DATA = Path(__file__).parents[2] / "data"
 KINDS = {"zipf": zipf, "hot": hot}
@@ -118,10 +119,9 @@ def test_every_count_of_a_whole_file_is_taken(tmp_path: Path) -> None:
 
 
 def refused(path: Path, **sections: Any) -> PiperError:
-    with pytest.raises(PiperError) as e:
-        read(path, **sections)
-    assert e.value.key == "routing.file" and e.value.file == str(path)
-    return e.value
+    e = refusal(read, path, **sections)
+    assert e.key == "routing.file" and e.file == str(path)
+    return e
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     e = refused(write(tmp_path, []))
     assert e.message == "no counts"
     (tmp_path / "bin.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PiperError, match="line 1: not UTF-8"):
-        read(tmp_path / "bin.csv")
+    refusal(read, tmp_path / "bin.csv", match="line 1: not UTF-8")
 
 
 @pytest.mark.parametrize(
@@ -205,24 +204,21 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 )
 def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], key: str, fix: str) -> None:
     prepared, _ = made(job())
-    with pytest.raises(PiperError) as e:
-        check_routing(replace(job(), routing=RoutingKeys(**keys)), prepared.config)
-    assert (e.value.kind, e.value.key, e.value.suggestion, e.value.file) == (ErrorKind.JOB, key, fix, "job")
+    e = refusal(check_routing, replace(job(), routing=RoutingKeys(**keys)), prepared.config)
+    assert (e.kind, e.key, e.suggestion, e.file) == (ErrorKind.JOB, key, fix, "job")
 
 
 def test_a_model_without_experts_has_no_routing() -> None:
     prepared, _ = made(job("tiny-llama", parallel={"ep": 1}))
-    with pytest.raises(PiperError, match="no layer of tiny-llama has experts"):
-        check_routing(job(routing={"kind": "zipf"}), prepared.config)
+    refusal(check_routing, job(routing={"kind": "zipf"}), prepared.config, match="no layer of tiny-llama has experts")
     check_routing(job(), prepared.config)
 
 
 def test_more_experts_than_are_counted_one_by_one_are_refused_where_routing_is_uneven() -> None:
     model = {"config": "tiny-moe", "seq_len": 64, "num_experts": 2**31}  # a typo, which took all memory
     assert predict(load_job({"model": model})).iteration_s > 0
-    with pytest.raises(PiperError) as e:
-        predict(load_job({"model": model, "routing": {"kind": "zipf"}}))
-    assert (e.value.kind, e.value.key, e.value.suggestion) == (
+    e = refusal(predict, load_job({"model": model, "routing": {"kind": "zipf"}}))
+    assert (e.kind, e.key, e.suggestion) == (
         ErrorKind.JOB,
         "routing.kind",
         'routing.kind = "balanced"',

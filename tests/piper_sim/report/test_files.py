@@ -9,6 +9,7 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from piper_sim.report.files import write_outputs
+from tests.refusals import refusal
 
 
 def everything(folder: Path) -> list[str]:
@@ -36,8 +37,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "", ".", "a/", "..\\x", "x\0y"])
 def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
-    with pytest.raises(PiperError, match="not a file name"):
-        write_outputs(out, {"fine": "x", name: "x"})
+    refusal(write_outputs, out, {"fine": "x", name: "x"}, match="not a file name")
     assert everything(tmp_path) == []
 
 
@@ -51,8 +51,7 @@ def test_links_are_refused_even_with_force(tmp_path: Path) -> None:
     (out / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "root").symlink_to(out)
     for folder, name in ((out, "f"), (out, "d/x"), (out, "dangling"), (tmp_path / "root", "x")):
-        with pytest.raises(PiperError, match="symbolic link"):
-            write_outputs(folder, {name: "x"}, force=True)
+        refusal(write_outputs, folder, {name: "x"}, force=True, match="symbolic link")
     assert (other / "f").read_text() == "theirs"
     assert everything(other) == ["f"]
 
@@ -60,12 +59,9 @@ def test_links_are_refused_even_with_force(tmp_path: Path) -> None:
 def test_folders_and_files_are_not_confused(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("")
     (tmp_path / "d").mkdir()
-    with pytest.raises(PiperError, match="is no folder"):
-        write_outputs(tmp_path, {"f/x": ""}, force=True)
-    with pytest.raises(PiperError, match="is a folder"):
-        write_outputs(tmp_path, {"d": ""}, force=True)
-    with pytest.raises(PiperError, match="is no folder"):
-        write_outputs(tmp_path / "f", {"x": ""}, force=True)
+    refusal(write_outputs, tmp_path, {"f/x": ""}, force=True, match="is no folder")
+    refusal(write_outputs, tmp_path, {"d": ""}, force=True, match="is a folder")
+    refusal(write_outputs, tmp_path / "f", {"x": ""}, force=True, match="is no folder")
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -107,8 +103,7 @@ def test_a_file_made_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
         real(handle)
 
     monkeypatch.setattr(os, "fsync", make_it)
-    with pytest.raises(PiperError, match="exists already"):
-        write_outputs(tmp_path, {"x": "ours"})
+    refusal(write_outputs, tmp_path, {"x": "ours"}, match="exists already")
     monkeypatch.undo()
     assert (tmp_path / "x").read_text() == "theirs"
     assert everything(tmp_path) == ["x"]
@@ -128,5 +123,4 @@ def test_a_folder_one_may_not_write_is_named(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("tempfile.mkstemp", denied)
-    with pytest.raises(PiperError, match="Permission denied"):
-        write_outputs(tmp_path, {"x": ""})
+    refusal(write_outputs, tmp_path, {"x": ""}, match="Permission denied")

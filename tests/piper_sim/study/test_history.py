@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.published.sets import SETS
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.job.load import job_from
 from ir.job.schema import Job
 from ir.job.table import table_of
@@ -18,6 +18,7 @@ from piper_sim.study.history.correct import PredictionCorrection, suggest
 from piper_sim.study.history.show import applied, backtest_object, backtest_text
 from piper_sim.study.history.table import parse_runs
 from piper_sim.study.predict import predict
+from tests.refusals import refusal
 
 TABLE = {
     "model": {"config": "tiny-llama", "seq_len": 128},
@@ -195,11 +196,10 @@ HEAD = "parallel.pp,iteration_s\n"
     ],
 )
 def test_a_bad_table_is_refused_by_line_and_column(text, key, fix):
-    with pytest.raises(PiperError) as e:
-        parse_runs(text)
-    assert (e.value.key, e.value.kind) == (key, ErrorKind.JOB)
+    e = refusal(parse_runs, text)
+    assert (e.key, e.kind) == (key, ErrorKind.JOB)
     if fix is not None:
-        assert e.value.suggestion == fix
+        assert e.suggestion == fix
 
 
 @pytest.mark.parametrize(
@@ -216,21 +216,17 @@ def test_a_row_that_no_job_can_be_is_refused_not_dropped(tmp_path, column, value
     file = tmp_path / "past.csv"
     file.write_text(f"{column},cluster.nodes,iteration_s\n{value},,1\n")
     table = {**TABLE, "cluster": {**TABLE["cluster"], "nodes": 1}, "parallel": {"pp": 2}}
-    with pytest.raises(PiperError) as e:
-        backtest(job_from({**table, "history": {"file": "past.csv"}}, file=str(tmp_path / "job.toml")))
-    assert e.value.file == str(file)
-    assert e.value.key.startswith(key)
+    e = refusal(backtest, job_from({**table, "history": {"file": "past.csv"}}, file=str(tmp_path / "job.toml")))
+    assert e.file == str(file)
+    assert e.key.startswith(key)
     if fix is not None:
-        assert e.value.suggestion == fix
+        assert e.suggestion == fix
 
 
 def test_no_file_and_nothing_to_apply_are_said(tmp_path):
-    with pytest.raises(PiperError) as e:
-        backtest(job_from({**TABLE, "history": {"file": "none.csv"}}, file=str(tmp_path / "job.toml")))
-    assert e.value.kind is ErrorKind.IO and e.value.key == "history.file"
-    with pytest.raises(PiperError) as e:
-        backtest(job_from({**TABLE, "history": {"apply": True}}))
-    assert e.value.key == "history.apply"
+    e = refusal(backtest, job_from({**TABLE, "history": {"file": "none.csv"}}, file=str(tmp_path / "job.toml")))
+    assert e.kind is ErrorKind.IO and e.key == "history.file"
+    assert refusal(backtest, job_from({**TABLE, "history": {"apply": True}})).key == "history.apply"
     assert backtest(job_from(TABLE)) is None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.joint import breakeven, paper, trace
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.directives import ReplicateDirective
 from ir.job.load import job_from
 from ir.lower import PassMerge, PlanPolicy, merge
@@ -17,6 +17,7 @@ from piper_sim.pricing.hosts import one_queue
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.planned import PlannedJob
 from piper_sim.study.predict import predict, timed
+from tests.refusals import refusal
 
 TEMPLATE = PlanPolicy(PassMerge.TEMPLATE, delay_wgrad=True)
 
@@ -86,9 +87,8 @@ def test_on_one_queue_ops_start_in_launch_order_and_the_step_is_no_quicker(polic
 
 
 def test_two_way_transfers_on_one_queue_are_refused_as_the_deadlock_they_are() -> None:
-    with pytest.raises(PiperError, match="rank 0 host stands at") as e:
-        predict(job_from(JOB | {"costs": {"host_model": "one-queue"}}))
-    assert e.value.kind is ErrorKind.DEADLOCK
+    e = refusal(predict, job_from(JOB | {"costs": {"host_model": "one-queue"}}), match="rank 0 host stands at")
+    assert e.kind is ErrorKind.DEADLOCK
 
 
 def test_piper_s_schedules_stand_in_its_order_where_experts_are_padded_as_there() -> None:

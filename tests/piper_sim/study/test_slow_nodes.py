@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ir.core.errors import PiperError
 from ir.job import Job, load_job
 from ir.job.schema import JobHistory
 from ir.job.table import job_toml
 from piper_sim.study.explain.explanation import explain
 from piper_sim.study.history.backtest import backtest
 from piper_sim.study.predict import predict
+from tests.refusals import refusal
 
 SPEED = 0.7
 LAYERS = {"1f1b": [5, 1], "gpipe": [2, 4], "zbv": [3, 1, 1, 1]}
@@ -106,16 +106,14 @@ def test_explain_names_them_and_takes_them_away() -> None:
     ],
 )
 def test_what_is_refused(said: object, key: str, fix: str | None) -> None:
-    with pytest.raises(PiperError) as e:
-        load_job({"model": {"config": "tiny-llama"}, "cluster": {"slow_nodes": said}})
-    assert e.value.key is not None and e.value.key.startswith(key)
-    assert fix is None or fix in str(e.value)
+    e = refusal(load_job, {"model": {"config": "tiny-llama"}, "cluster": {"slow_nodes": said}})
+    assert e.key is not None and e.key.startswith(key)
+    assert fix is None or fix in str(e)
 
 
 def test_nodes_are_known_or_unknown() -> None:
-    with pytest.raises(PiperError, match=r"cluster\.slow_nodes.*speed") as e:
-        job(0.1, speed={"1": 0.5})
-    assert e.value.suggestion == "leave cluster.speed out"
+    e = refusal(job, 0.1, speed={"1": 0.5}, match=r"cluster\.slow_nodes.*speed")
+    assert e.suggestion == "leave cluster.speed out"
 
 
 def test_such_a_job_is_written_changed_and_asked_as_any_other(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from piper_sim.app.doctor import ranks as together
 from piper_sim.app.doctor.forecast import forecast
 from piper_sim.app.doctor.ranks import AllocationRanks
 from tests.executor.launch.processes import free_port
-from tests.refusals import refused
+from tests.refusals import refusal
 
 FOLLOWER = "from piper_sim.app.doctor import allocation; raise SystemExit(allocation.follow())"
 JOB = job_from({**runs.JOB, "cluster": {"gpu": "cpu"}})
@@ -58,13 +58,13 @@ def test_versions_are_the_same_everywhere_or_it_is_said_where_they_are_not(ranks
     found = ranks.everywhere(machine.versions)
     assert allocation.alike(found)["torch"] == found[1]["torch"]
     older = {**found[0], "torch": "2.10.0"}
-    error = refused(lambda: allocation.alike([found[0], older, older]))
+    error = refusal(lambda: allocation.alike([found[0], older, older]))
     assert (error.key, error.message) == ("torch", f"torch is {found[0]['torch']} on ranks 0, 2.10.0 on ranks 1, 2")
 
 
 def test_what_is_wrong_with_one_ranks_machine_is_said_with_its_rank(ranks: AllocationRanks, tmp_path: Path) -> None:
     assert ranks.everywhere(machine.sees, str(tmp_path)) == [True, True]
-    error = refused(lambda: ranks.everywhere(machine.sees, f"/proc/self/task/{os.getpid()}"))  # rank 0's own
+    error = refusal(lambda: ranks.everywhere(machine.sees, f"/proc/self/task/{os.getpid()}"))  # rank 0's own
     assert error.kind is ErrorKind.IO and error.message.startswith("rank 1 on ")
 
 
@@ -72,7 +72,7 @@ def test_together_they_train_what_one_trains(ranks: AllocationRanks, monkeypatch
     assert allocation.equality(ranks)["connect_s"]
     real = runs.curve
     monkeypatch.setattr(runs, "curve", lambda *args: [x * (1 + 1e-11) for x in real(*args)])
-    assert "2 ranks on gloo are 1.0e-11" in refused(lambda: allocation.equality(ranks)).message
+    assert "2 ranks on gloo are 1.0e-11" in refusal(lambda: allocation.equality(ranks)).message
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (3, 3), (6, 6), (16, 8)])
@@ -89,7 +89,7 @@ def test_each_collective_gives_what_it_ought_to(ranks: AllocationRanks, monkeypa
     told = partial(call, "tests.piper_sim.app.doctor.faulty_ranks:without")
     for kind in map(str, MessageKind):
         monkeypatch.setattr(ranks, "call", lambda fn, args, kind=kind: told({**args, "kind": kind}))
-        assert refused(lambda: collectives.collectives(ranks, None)).message.startswith(f"{kind} of 1024 bytes")
+        assert refusal(lambda: collectives.collectives(ranks, None)).message.startswith(f"{kind} of 1024 bytes")
 
 
 def test_a_long_message_takes_what_the_hardware_says_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_long_message_takes_what_the_hardware_says_or_is_named(monkeypatch: py
     for factor in (0.55, 1.0, 1.9):
         assert "undecided" not in found(factor, 9.0)  # of short ones nothing is asked
     for factor in (0.45, 2.1):
-        error = refused(lambda factor=factor: found(factor, 1.0))
+        error = refusal(lambda factor=factor: found(factor, 1.0))
         assert "all_reduce of 4194304 bytes, 4 ranks on 2 nodes" in error.message and "cpu" in (error.allowed or "")
     found(9.0, 1.0, 1.0)  # one of the repetitions is as predicted: the others were disturbed
 
@@ -136,7 +136,7 @@ def test_exchanges_schedules_and_steps_of_pairs(ranks: AllocationRanks, monkeypa
     real = runs.curve
     wrong = lambda p, *args, **more: [x * (1 + 1e-11 * (p.schedule == "zbv")) for x in real(p, *args, **more)]  # noqa: E731
     monkeypatch.setattr(runs, "curve", wrong)
-    assert "zbv on gloo" in refused(lambda: runs.schedules(ranks)).message
+    assert "zbv on gloo" in refusal(lambda: runs.schedules(ranks)).message
     monkeypatch.setattr(ranks, "ranks", 3)
     assert "no pairs" in str(allocation.in_pairs(ranks, runs.schedules)["undecided"])
 
@@ -157,21 +157,21 @@ def test_what_befalls_a_rank_is_reported_of_it(
     if kind != "cut off":  # of a connection that ends either end is named
         other = {"kind": kind, "rank": 0}
         monkeypatch.setattr(ranks, "run", lambda *args, fault: run(*args, fault=other))
-        assert "rank 0 blamed" in refused(lambda: allocation.failure(ranks, kind)).message
+        assert "rank 0 blamed" in refusal(lambda: allocation.failure(ranks, kind)).message
     monkeypatch.setattr(allocation, "LONG", 2)
     monkeypatch.setattr(ranks, "run", lambda *args, fault: run(*args))
-    assert "was not missed" in refused(lambda: allocation.failure(ranks, kind)).message
+    assert "was not missed" in refusal(lambda: allocation.failure(ranks, kind)).message
 
 
 def test_who_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     port = str(free_port())
     for name, value in _environment(0, port).items():
         monkeypatch.setenv(name, value)
-    assert f"not all ranks came to 127.0.0.1:{port}" in refused(lambda: AllocationRanks.meet(0.5)).message
+    assert f"not all ranks came to 127.0.0.1:{port}" in refusal(lambda: AllocationRanks.meet(0.5)).message
     store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # a launcher's: it outlives its ranks
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert "ranks 1 did not come in 0 s" in refused(lambda: AllocationRanks.meet(0.4)).message
+    assert "ranks 1 did not come in 0 s" in refusal(lambda: AllocationRanks.meet(0.4)).message
 
 
 def test_a_doctor_that_is_killed_is_missed(
@@ -186,11 +186,11 @@ def test_a_doctor_that_is_killed_is_missed(
         allocation.equality(ranks)
     ranks._to_end()
     signal.setitimer(signal.ITIMER_REAL, 0)
-    assert "the launcher ends all" in refused(lambda: ranks.everywhere(machine.clock)).message
+    assert "the launcher ends all" in refusal(lambda: ranks.everywhere(machine.clock)).message
     assert ranks.follow() == FAILED  # and one that follows does not stay
     ranks._at_last()  # nothing runs
     ranks._running = True
-    assert "the launcher ends all" in refused(ranks._at_last).message
+    assert "the launcher ends all" in refusal(ranks._at_last).message
 
 
 def _torchrun(nodes: int, *args: str) -> list[tuple[int, str, str]]:

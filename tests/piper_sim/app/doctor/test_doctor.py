@@ -13,7 +13,7 @@ import pytest
 from piper_sim.app.cli import main
 from piper_sim.app.doctor import checks, machine, runs
 from piper_sim.app.doctor import command as doctor
-from tests.refusals import refused
+from tests.refusals import refusal
 
 FP64 = {"fp64": 1e-12}
 
@@ -39,7 +39,7 @@ def test_what_is_wrong_with_a_machine_is_said(
     ask: Callable[[], object], where: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, value)
-    error = refused(ask)
+    error = refusal(ask)
     assert says in error.message and error.suggestion
 
 
@@ -49,7 +49,7 @@ def test_one_hardware_queue_is_refused_where_there_is_a_gpu(monkeypatch: pytest.
     gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30, multi_processor_count=132)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda k: gpu)
-    assert refused(machine.devices).key == "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert refusal(machine.devices).key == "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert machine.devices()["gpus"] == [{"name": "H100", "memory_bytes": 80 * 2**30, "sms": 132}]
 
@@ -71,19 +71,19 @@ def curve(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], float]:
 def test_comparisons_see_what_differs(curve: dict[tuple[int, str], float], monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.equality() and runs.processes("gloo") and runs.restart()
     curve[4, "local"] = 1e-11
-    assert "dualpipe" in refused(runs.equality).message and "resumed" in refused(runs.restart).message
+    assert "dualpipe" in refusal(runs.equality).message and "resumed" in refusal(runs.restart).message
     curve[4, "local"], curve[2, "gloo"] = float("nan"), 1e-11
-    assert "nan" in refused(runs.equality).message and "two threads" in refused(lambda: runs.processes("gloo")).message
+    assert "nan" in refusal(runs.equality).message and "two threads" in refusal(lambda: runs.processes("gloo")).message
     curve.clear()
     monkeypatch.setattr(runs, "prepared_of", lambda plan, compute, seed=0, real=runs.prepared_of: real(plan, compute))
-    assert "sees nothing" in refused(runs.equality).message
+    assert "sees nothing" in refusal(runs.equality).message
 
 
 def test_memory_is_what_was_predicted_and_another_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.memory()["peak_bytes"]
     real = runs.peak_bytes
     monkeypatch.setattr(runs, "peak_bytes", lambda *of: tuple(b + 1 for b in real(*of) or ()))
-    assert "as predicted" in (refused(runs.memory).allowed or "")
+    assert "as predicted" in (refusal(runs.memory).allowed or "")
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
@@ -92,10 +92,10 @@ def test_the_touched_rank_is_named_and_another_is_not_taken_for_it(
 ) -> None:
     assert runs.failure(sign)["rank"] == runs.TOUCHED
     monkeypatch.setattr(runs, "_touch", lambda sign, rank, *of, real=runs._touch: real(sign, 0, *of))
-    assert "rank 0 blamed" in refused(lambda: runs.failure(sign)).message
+    assert "rank 0 blamed" in refusal(lambda: runs.failure(sign)).message
     monkeypatch.setattr(runs, "run", lambda *of: None)  # nobody says anything
     monkeypatch.setattr(runs, "_touch", lambda *of: None)
-    assert sign.name in refused(lambda: runs.failure(sign)).message
+    assert sign.name in refusal(lambda: runs.failure(sign)).message
 
 
 def test_saved_here_and_resumed_there(monkeypatch: pytest.MonkeyPatch) -> None:

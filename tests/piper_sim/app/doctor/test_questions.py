@@ -15,7 +15,7 @@ from ir.schedules.registry import NAMES
 from piper_sim.app.cli import main
 from piper_sim.app.doctor import command, forecast, gpu_rules, runs
 from tests.executor.threads import one_core
-from tests.refusals import refused
+from tests.refusals import refusal
 
 HERE = runs.MachineRanks()
 
@@ -46,16 +46,16 @@ def test_each_schedule_is_asked_and_one_that_trains_something_else_is_named(
     assert runs.schedules(HERE)["schedules"] == len(NAMES)
     curve("dualpipev")
     monkeypatch.setattr(runs, "NAMES", NAMES[-2:])
-    assert "dualpipev on gloo" in refused(lambda: runs.schedules(HERE)).message
+    assert "dualpipev on gloo" in refusal(lambda: runs.schedules(HERE)).message
 
 
 def test_exchanges_are_uneven_and_some_are_empty(curve: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     found = runs.exchanges(HERE)
     assert found["least"] == 0 and found["most"] == 16 * 2  # all of a sequence's tokens, twice
     curve("gloo")
-    assert "uneven exchanges on gloo" in refused(lambda: runs.exchanges(HERE)).message
+    assert "uneven exchanges on gloo" in refusal(lambda: runs.exchanges(HERE)).message
     monkeypatch.setattr(runs, "FULL", {"routing": {"kind": "balanced", "forced": True}})
-    assert "none uneven or empty" in refused(lambda: runs.exchanges(HERE)).message
+    assert "none uneven or empty" in refusal(lambda: runs.exchanges(HERE)).message
 
 
 @pytest.mark.usefixtures("threads")
@@ -63,9 +63,9 @@ def test_nothing_races_and_a_detector_that_is_blind_or_finds_something_is_red(mo
     found = gpu_rules.races()
     assert found["races"] == 0 and found["without_marks"] > found["of_freed_memory"] > 0
     monkeypatch.setattr(gpu_rules, "deaf_rank", "executor.runtime.rank:train_rank")  # it hears: no race to see
-    assert "sees too little" in refused(gpu_rules.races).message
+    assert "sees too little" in refusal(gpu_rules.races).message
     monkeypatch.setattr("executor.launch.run.RANK", "piper_sim.app.doctor.gpu_rules:deaf_rank")
-    assert refused(gpu_rules.races).kind is ErrorKind.ILLEGAL_PLAN
+    assert refusal(gpu_rules.races).kind is ErrorKind.ILLEGAL_PLAN
 
 
 @pytest.mark.usefixtures("threads")
@@ -73,9 +73,9 @@ def test_the_host_waits_where_it_is_said_to_and_elsewhere_is_red(monkeypatch: py
     assert gpu_rules.host_waits()["ops"]
     real = gpu_rules.host_reads
     monkeypatch.setattr(gpu_rules, "host_reads", lambda plan: (real(plan)[0][1:], real(plan)[1][1:]))
-    assert "the host waits at" in refused(gpu_rules.host_waits).message
+    assert "the host waits at" in refusal(gpu_rules.host_waits).message
     monkeypatch.setattr(gpu_rules, "EXPERTS", {})  # no experts: the model has the host wait nowhere
-    assert "and somewhere" in (refused(gpu_rules.host_waits).allowed or "")
+    assert "and somewhere" in (refusal(gpu_rules.host_waits).allowed or "")
 
 
 def _validated(predicted_s: float, *steps_s: float) -> Any:
@@ -96,7 +96,7 @@ def test_a_prediction_is_judged_where_steps_are_alike(monkeypatch: pytest.Monkey
     assert "undecided" not in found(1.04, 1.0, 1.01) and "undecided" not in found(0.96, 1.0, 1.5)
     assert "busy" in found(1.06, 1.0, 1.06)["undecided"] and "busy" in found(0.94, 1.0, 0.9)["undecided"]
     for seconds in ((1.06, 1.0, 1.04), (0.94, 1.0, 0.96)):
-        assert "is predicted" in refused(lambda seconds=seconds: found(*seconds)).message
+        assert "is predicted" in refusal(lambda seconds=seconds: found(*seconds)).message
 
 
 def test_a_run_whose_ops_take_twice_as_long_as_measured_is_far_from_its_prediction(
@@ -110,7 +110,7 @@ def test_a_run_whose_ops_take_twice_as_long_as_measured_is_far_from_its_predicti
 
     monkeypatch.setattr(runs, "run", slow)
     monkeypatch.setattr(forecast, "apart_from_median", lambda r: 0.0)
-    assert "is predicted -" in refused(lambda: forecast.forecast(HERE)).message
+    assert "is predicted -" in refusal(lambda: forecast.forecast(HERE)).message
 
 
 def test_what_is_undecided_is_listed_as_not_checked(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cost_models.profile.profile import Profile
-from ir.core.errors import PiperError
 from ir.graph.classes import node_classes
 from ir.graph.graph import PerStepOp
 from ir.job.build import PreparedJob
@@ -17,6 +16,7 @@ from ir.job.load import job_from
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.calibrate.kineto import read_kineto
 from tests.piper_sim.study.calibrate.kineto_trace import AUTOGRAD, Trace, nccl
+from tests.refusals import refusal
 
 US = 1e-6
 
@@ -196,9 +196,8 @@ def test_a_trace_of_another_job_is_refused_with_what_a_name_may_be(tmp_path: Pat
     t = Trace()
     t.range("0F0/blocks.3.attention", (5.0,))
     t.range("ProfilerStep#3", (5.0,))
-    with pytest.raises(PiperError, match="no range in it is named") as caught:
-        read(prepared_of(), t.write(tmp_path / "trace.json"))
-    assert "2F0" in str(caught.value.allowed) and "record_function" in str(caught.value.suggestion)
+    caught = refusal(read, prepared_of(), t.write(tmp_path / "trace.json"), match="no range in it is named")
+    assert "2F0" in str(caught.allowed) and "record_function" in str(caught.suggestion)
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -219,9 +218,8 @@ def test_a_broken_trace_is_refused_with_its_place(name: str, tmp_path: Path) -> 
     change, place = BROKEN[name]
     change(table)
     (tmp_path / "trace.json").write_text(json.dumps(table))
-    with pytest.raises(PiperError) as caught:
-        read(prepared_of(), str(tmp_path / "trace.json"))
-    assert place in f"{caught.value.file} {caught.value.key}" and caught.value.suggestion
+    caught = refusal(read, prepared_of(), str(tmp_path / "trace.json"))
+    assert place in f"{caught.file} {caught.key}" and caught.suggestion
 
 
 def test_text_that_ends_too_early_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -230,9 +228,7 @@ def test_text_that_ends_too_early_is_refused_with_its_line(tmp_path: Path) -> No
     text = json.dumps(t.table(), indent=1)
     with gzip.open(tmp_path / "trace.json.gz", "wt") as f:
         f.write(text[: len(text) // 2])
-    with pytest.raises(PiperError, match="not JSON") as caught:
-        read(prepared_of(), str(tmp_path / "trace.json.gz"))
-    assert int(str(caught.value.key).split()[1].rstrip(",")) > 5
+    caught = refusal(read, prepared_of(), str(tmp_path / "trace.json.gz"), match="not JSON")
+    assert int(str(caught.key).split()[1].rstrip(",")) > 5
     (tmp_path / "half.json.gz").write_bytes((tmp_path / "trace.json.gz").read_bytes()[:40])
-    with pytest.raises(PiperError, match="cannot read"):
-        read(prepared_of(), str(tmp_path / "half.json.gz"))
+    refusal(read, prepared_of(), str(tmp_path / "half.json.gz"), match="cannot read")

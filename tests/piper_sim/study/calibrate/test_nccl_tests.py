@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from cost_models.profile.profile import CostSource, lookup
-from ir.core.errors import PiperError
 from ir.core.work import MessageKind
 from piper_sim.study.calibrate.nccl_tests import TESTS, factor, parse, read_nccl_tests
 from tests.piper_sim.study.calibrate.nccl_text import FACTORS, HEADER, row, table
+from tests.refusals import refusal
 
 DATA = Path(__file__).parents[3] / "data" / "calibrate"
 LL, LL128, SIMPLE = (1.2e-5, 1 / 12e9), (3e-5, 1 / 45e9), (1.5e-4, 1 / 190e9)  # latency, seconds per byte
@@ -73,8 +73,7 @@ def test_older_layouts_and_halves_that_were_not_run(name: str) -> None:
 def test_a_test_that_prints_no_name_is_known_by_its_file_or_its_factor() -> None:
     unnamed = table("all_gather", fastest, named=False)
     assert parse(unnamed, "logs/all_gather.txt")[0].kind is MessageKind.ALL_GATHER
-    with pytest.raises(PiperError, match="all_gather or all_to_all"):
-        parse(unnamed, "logs/1.txt")
+    refusal(parse, unnamed, "logs/1.txt", match="all_gather or all_to_all")
     assert parse(table("all_reduce", fastest, named=False), "1.txt")[0].kind is MessageKind.ALL_REDUCE
     assert parse(table("reduce_scatter", fastest, named=False), "1.txt")[0].kind is MessageKind.REDUCE_SCATTER
 
@@ -122,9 +121,8 @@ def test_what_cannot_be_right_is_refused(name: str, tmp_path: Path) -> None:
     change, message = BROKEN[name]
     path = tmp_path / "out.txt"
     path.write_text(change(table("all_reduce", fastest)))
-    with pytest.raises(PiperError, match=message) as caught:
-        read_nccl_tests([str(path)])
-    error = caught.value
+    caught = refusal(read_nccl_tests, [str(path)], match=message)
+    error = caught
     assert error.file is not None and error.file.startswith(str(path)) and error.key == "--from-nccl-tests"
     assert error.suggestion or error.allowed
 
@@ -135,15 +133,11 @@ def test_the_line_that_is_wrong_is_named(tmp_path: Path) -> None:
     assert good in text
     path = tmp_path / "out.txt"
     path.write_text(text.replace(good, good.replace(f"{2**20:12d}", f"{2**21:12d}", 1)))
-    with pytest.raises(PiperError) as caught:
-        read_nccl_tests([str(path)])
-    assert caught.value.file == f"{path}:{line_of(text, good)}"
+    assert refusal(read_nccl_tests, [str(path)]).file == f"{path}:{line_of(text, good)}"
 
 
 def test_files_that_are_not_there_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(PiperError, match="cannot read"):
-        read_nccl_tests([str(tmp_path / "none.txt")])
+    refusal(read_nccl_tests, [str(tmp_path / "none.txt")], match="cannot read")
     (tmp_path / "bytes").write_bytes(b"# size\n\xff\xfe")
-    with pytest.raises(PiperError, match="not UTF-8") as caught:
-        read_nccl_tests([str(tmp_path / "bytes")])
-    assert (caught.value.file, caught.value.key) == (str(tmp_path / "bytes"), "line 2")
+    caught = refusal(read_nccl_tests, [str(tmp_path / "bytes")], match="not UTF-8")
+    assert (caught.file, caught.key) == (str(tmp_path / "bytes"), "line 2")

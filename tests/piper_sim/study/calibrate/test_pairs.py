@@ -10,9 +10,9 @@ import pytest
 from cost_models import load_hardware
 from cost_models.compute.interference import KernelSlowdown
 from cost_models.profile.pairs import KernelPair, pair_keys
-from ir.core.errors import PiperError
 from piper_sim.app.cli import main
 from piper_sim.study.calibrate.pairs import read_pairs
+from tests.refusals import refusal
 
 TABLE = """# GEMM of 8192 and a copy beside NCCL, each alone and together
 compute,message,held,moving,wire
@@ -60,10 +60,9 @@ BROKEN: dict[str, tuple[Callable[[str], str], int, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_table_that_cannot_be_right_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
     change, line, help_ = BROKEN[name]
-    with pytest.raises(PiperError) as caught:
-        read(tmp_path, change(TABLE))
-    assert caught.value.file == f"{tmp_path / 'pairs.csv'}:{line}" and caught.value.key == "--pairs"
-    assert help_ in f"{caught.value.allowed} {caught.value.suggestion}"
+    caught = refusal(read, tmp_path, change(TABLE))
+    assert caught.file == f"{tmp_path / 'pairs.csv'}:{line}" and caught.key == "--pairs"
+    assert help_ in f"{caught.allowed} {caught.suggestion}"
 
 
 JOB = """

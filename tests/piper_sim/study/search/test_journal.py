@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import ErrorKind
 from ir.job import load_job
 from piper_sim.study import inputs
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, full
 from piper_sim.study.search.workers import JobJournal
 from tests.piper_sim.study.search.test_search import small
+from tests.refusals import refusal
 
 
 def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
@@ -49,8 +50,7 @@ def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monk
     assert ends >= 2 and (found.best, found.pareto, found.evaluated) == (whole.best, whole.pareto, whole.evaluated)
     assert [x.to_dict() for x in found.all_rejected] == [x.to_dict() for x in whole.all_rejected]
     assert path.read_bytes().count(b"\n") == 1 + found.evaluated
-    with pytest.raises(PiperError, match="of another job"):
-        search(small(hbm_GiB=40.0), journal=str(path))
+    refusal(search, small(hbm_GiB=40.0), journal=str(path), match="of another job")
 
 
 def test_ctrl_c_reaches_the_process_that_searches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,39 +113,33 @@ def test_a_journal_is_of_what_files_held_and_of_this_program(tmp_path: Path, mon
         return search(load_job(table), journal=str(tmp_path / "kept.jsonl"))
 
     assert found(128).best == found(128).best
-    with pytest.raises(PiperError, match="of another job, file"):
-        found(256)
+    refusal(found, 256, match="of another job, file")
     found(128)
     monkeypatch.setattr(inputs, "program_digest", lambda: "another")
-    with pytest.raises(PiperError, match="version of piper-sim"):
-        found(128)
+    refusal(found, 128, match="version of piper-sim")
 
 
 @pytest.mark.parametrize("text", ["notes without an end", "one\ntwo", '{"schema_version": 1, "space": "ab"}\n{"chan'])
 def test_a_file_that_is_no_journal_of_this_space_is_left_as_it_is(text: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(PiperError, match="of another job"):
-        search(small(), journal=str(path))
+    refusal(search, small(), journal=str(path), match="of another job")
     assert path.read_text() == text
 
 
 def test_a_journal_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(PiperError, match="not a regular file"):
-        search(small(), journal=str(tmp_path / "pipe"))
-    with pytest.raises(PiperError, match="null byte"):
-        search(small(), journal="a\0b")
+    refusal(search, small(), journal=str(tmp_path / "pipe"), match="not a regular file")
+    refusal(search, small(), journal="a\0b", match="null byte")
     long = replace(small(), data=replace(small().data, source="x" * 300))  # is not there, and nothing reads it
     assert search(long, journal=str(tmp_path / "long.jsonl")).best is not None
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
     try:
-        with pytest.raises(PiperError) as full_disk:
-            search(small(), journal=str(tmp_path / "kept.jsonl"))
+        full_disk = refusal(search, small(), journal=str(tmp_path / "kept.jsonl"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (full_disk.value.kind, full_disk.value.key) == (ErrorKind.IO, "--journal")
+    assert (full_disk.kind, full_disk.key) == (ErrorKind.IO, "--journal")
 
 
 def _dying(add: Callable[..., None], r: random.Random) -> Callable[..., None]:
