@@ -143,7 +143,9 @@ def _all_to_all(graph: Graph, source: ModelWork, hit: set[tuple[int, str]], stre
             experts = entries[(dst.stage, dst.part) if inward else (src.stage, src.part)]
             if inward and src.kind is Pass.F:
                 counts[edge.src] = len(nodes)
-                nodes.append(_counts(source, experts, src, stream))
+                message = source.messages(experts).counts
+                out = Buffer("out", message.bytes, MemoryKind.BUFFERS)
+                nodes.append(_behind(src, experts, COUNTS, stream, message, (out,)))
                 edges.append(GraphEdge(edge.src, counts[edge.src], edge.slot))
             made[key] = len(nodes)
             nodes.append(_exchange(source, experts, src, inward, stream))
@@ -164,12 +166,6 @@ def _exchange(source: ModelWork, experts: PlacedPart, src: GraphNode, inward: bo
     message, out = (m.dispatch, m.dispatched_bytes) if inward else (m.combine, m.combined_bytes)
     writes = (Buffer("out" if forward else "grad", out, MemoryKind.BUFFERS),)
     return _behind(src, experts, name, stream, message, writes)
-
-
-def _counts(source: ModelWork, experts: PlacedPart, src: GraphNode, stream: str) -> GraphNode:
-    """The exchange of counts behind `src`."""
-    message = source.messages(experts).counts
-    return _behind(src, experts, COUNTS, stream, message, (Buffer("out", message.bytes, MemoryKind.BUFFERS),))
 
 
 def _behind(

@@ -115,7 +115,10 @@ class _Builder:
 
     def _add(self, k: int, kind: Pass) -> int:
         e = self.entries[k]
-        node = GraphNode(e.stage, kind, e.name, tags={"PP": e.stage, **e.chunk.tags, **_tags(e)})
+        tags = {"PP": e.stage, **e.chunk.tags}
+        if e.part.name == "experts" and "MOE" in tags:  # as a `with annotate("EP")` around them would have it
+            tags["EP"] = tags["MOE"]
+        node = GraphNode(e.stage, kind, e.name, tags=tags)
         grads = tuple([self.works[j].gradient_bytes for j in self.inputs[k]])
         self.nodes.append(self.passes.fill(node, e, self.works[k], grads))
         return len(self.nodes) - 1
@@ -124,7 +127,8 @@ class _Builder:
         for k in range(len(self.entries)):
             if self.entries[k].chunk.name in self.still:
                 continue
-            if not self.whole[k] and not _dropped(self.works[k], self.recompute.of(self.entries[k].chunk)):
+            options = self.recompute.of(self.entries[k].chunk)
+            if not self.whole[k] and all(options.isdisjoint(s.recompute) for s in self.works[k].saved):
                 continue
             self.r[k] = self._add(k, Pass.R)
             if not self.whole[k]:
@@ -175,16 +179,6 @@ class _Builder:
         named = zip(self.inputs[k], e.part.inputs, strict=False)
         for j in [j for j, name in named if name == keep.of]:
             self.edges.append(GraphEdge(self._made(j, k), wg if keep.until is Pass.W and wg is not None else i, 0))
-
-
-def _tags(e: PlacedPart) -> dict[str, int]:
-    """EP = n is the n-th MoE layer; only its experts carry the tag, as a `with annotate("EP")` around them would."""
-    moe = e.chunk.tags.get("MOE")
-    return {"EP": moe} if moe is not None and e.part.name == "experts" else {}
-
-
-def _dropped(w: PartWork, options: frozenset[str]) -> bool:
-    return any(not options.isdisjoint(s.recompute) for s in w.saved)
 
 
 def grad_slot(inputs: Sequence[int], of: int) -> int:

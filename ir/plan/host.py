@@ -3,7 +3,7 @@
 import numpy as np
 
 from ir.core.order import IntArray
-from ir.graph.graph import COMPUTE, COUNTS, Graph
+from ir.graph.graph import COMPUTE, COUNTS
 from ir.plan.plan import OpKind, OpLists, Plan
 
 
@@ -12,27 +12,20 @@ def host_reads(plan: Plan) -> tuple[IntArray, IntArray]:
 
     Without the counts it cannot say how many rows go where. Other passes of a microbatch know them from its F.
     """
-    pairs = _pairs(plan.graph)
-    of_node = np.full((2, len(plan.graph.nodes)), -1, dtype=np.int64)
-    for k, (counts, rows) in enumerate(pairs):
-        of_node[0, counts], of_node[1, rows] = k, k
+    nodes = plan.graph.nodes
+    counting = {i for i, n in enumerate(nodes) if n.message is not None and n.part.endswith(f".{COUNTS}")}
+    sized = (e for e in plan.graph.edges if e.src in counting and nodes[e.dst].stream != COMPUTE)
+    of_node = np.full((2, len(nodes)), -1, dtype=np.int64)
+    for k, e in enumerate(sized):
+        of_node[0, e.src], of_node[1, e.dst] = k, k
     first = [s.covers[0][0] if s.kind is OpKind.COLLECTIVE and s.covers else -1 for s in plan.shapes]
     alone = np.array(first, dtype=np.int64)
     of_shape = np.where(alone >= 0, of_node[:, alone], -1)
-    on, ops = (_sorted(plan, column[plan.shape]) for column in of_shape)
-    return ops, on
-
-
-def _pairs(graph: Graph) -> list[tuple[int, int]]:
-    """(exchange of counts, exchange that is sized by them) of a graph, as nodes."""
-    counts = {i for i, n in enumerate(graph.nodes) if n.message is not None and n.part.endswith(f".{COUNTS}")}
-    return [(e.src, e.dst) for e in graph.edges if e.src in counts and graph.nodes[e.dst].stream != COMPUTE]
-
-
-def _sorted(plan: Plan, pair: IntArray) -> IntArray:
-    """The ops of some pair, by pair and microbatch; where programs have copies, these in order."""
-    ops = np.flatnonzero(pair >= 0)
-    return np.asarray(ops[np.argsort(pair[ops] * plan.graph.mbs + plan.mb[ops], kind="stable")])
+    found = []
+    for pair in of_shape[:, plan.shape]:  # by pair and microbatch; where programs have copies, these in order
+        ops = np.flatnonzero(pair >= 0)
+        found.append(ops[np.argsort(pair[ops] * plan.graph.mbs + plan.mb[ops], kind="stable")])
+    return found[1], found[0]
 
 
 def held(plan: Plan) -> OpLists:

@@ -210,7 +210,8 @@ class _Reading:
         made = c.by_shape(ag)
         gather = np.flatnonzero(made)
         op, naming, given = np.array(self.raw.allocs, dtype=np.int64).reshape(-1, 3).T
-        cover = np.array([self._first_w(int(r), int(o)) for r, o in zip(naming, op, strict=True)], dtype=np.int64)
+        covers = (self._bucket_covers(int(r), int(o), makes=True) for r, o in zip(naming, op, strict=True))
+        cover = np.array([min(c, default=0) for c in covers], dtype=np.int64)  # the first W
         zero = np.zeros(len(recv) + len(gather), dtype=np.int64)
         return (
             np.concatenate([recv, gather, naming]),
@@ -226,9 +227,6 @@ class _Reading:
             return []
         nodes = part_nodes(graph, found, frozenset({Pass.W})) if makes else readers(graph, found)
         return [k for k, (n, _) in enumerate(self.c.shapes[int(self.c.shape[op])].covers) if n in nodes]
-
-    def _first_w(self, naming: int, op: int) -> int:
-        return min(self._bucket_covers(naming, op, makes=True), default=0)
 
     def buffers(self) -> Buffers:
         """All columns."""

@@ -10,6 +10,8 @@ shapes and DualPipe make the table for the least number they accept and drop the
 1F0 1B0 1F1 1B1 1F2 1B2
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from ir.core.ops import OpToken
@@ -46,12 +48,8 @@ def looped_bfs(ranks: int, mbs: int, chunks: int) -> tuple[Order, ...]:
     0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0
     """
     phases = [(mbs, f"F{c}") for c in range(chunks)] + [(mbs, f"B{c}") for c in reversed(range(chunks))]
-    return tuple(_last_first(emit(phases, _looped(r, ranks, mbs, chunks)), mbs) for r in range(ranks))
-
-
-def _last_first(order: Order, mbs: int) -> Order:
-    mb = np.where(order.token == OpToken.B, mbs - 1 - order.mb, order.mb)
-    return Order(order.stage, order.token, mb, order.unit)
+    orders = [emit(phases, _looped(r, ranks, mbs, chunks)) for r in range(ranks)]
+    return tuple(replace(o, mb=np.where(o.token == OpToken.B, mbs - 1 - o.mb, o.mb)) for o in orders)
 
 
 def interleaved(ranks: int, mbs: int, chunks: int) -> tuple[Order, ...]:

@@ -78,7 +78,8 @@ def emit(phases: Sequence[Phase], slots: Sequence[ScheduleSlot], turns: Schedule
     stage = np.array([s.stage for s in slots])[slot]
     unit = np.cumsum(begins)
     keep = np.flatnonzero(mb < has)
-    return Order(stage[keep], token[keep], (mb + first)[keep], _without_gaps(unit[keep]))
+    unit = np.cumsum(np.diff(unit[keep], prepend=unit[keep][:1]) > 0)  # without gaps
+    return Order(stage[keep], token[keep], (mb + first)[keep], unit)
 
 
 def _count(token: IntArray, back: BoolArray, slot: IntArray, slots: int) -> IntArray:
@@ -98,7 +99,3 @@ def _answer(token: IntArray, slot: IntArray, mb: IntArray) -> None:
     w = np.flatnonzero((token == OpToken.W) & (slot == _TURN))
     i = np.flatnonzero(token == OpToken.I)[: len(w)]
     slot[w], mb[w] = slot[i], mb[i]
-
-
-def _without_gaps(unit: IntArray) -> IntArray:
-    return np.cumsum(np.diff(unit, prepend=unit[:1]) > 0)

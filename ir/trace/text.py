@@ -81,7 +81,7 @@ def parse_trace(text: str, file: str | None = None) -> Trace:
     [0.3]
     """
     if len(text) > MAX_BYTES:
-        _too_big(file)
+        _refuse(file, 1, None, "the trace is too big", f"at most {MAX_BYTES // 2**20} MB", "trace fewer steps")
     first, _, body = text.partition("\n")
     rows, samples, header = _parse_head(first, file)
     lines = _lines(body, rows + 1 + (0 if samples is None else samples + 1), file)
@@ -235,10 +235,6 @@ def _plain_header(header: Mapping[str, object]) -> object:
     if (back := json.loads(text)) != dict(header):
         _refuse(None, 1, "header", "JSON would change it", "lists (not tuples), string keys", "write plain values")
     return back
-
-
-def _too_big(file: str | None) -> NoReturn:
-    _refuse(file, 1, None, "the trace is too big", f"at most {MAX_BYTES // 2**20} MB", "trace fewer steps")
 
 
 def _refuse(

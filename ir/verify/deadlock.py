@@ -53,7 +53,9 @@ def walk(plan: Plan, queues: list[list[int]], waits: OpLists) -> list[tuple[int,
     """
     n = len(plan)
     at, items = waits.at.tolist(), waits.items.tolist()
-    wait, mate, meetings = _waits(waits), _mates(plan), partners(plan)
+    wait, meetings = _waits(waits), partners(plan)
+    # the other end of a transfer, _MANY of a member of a collective, _NONE of what meets nobody
+    mate: list[int] = np.where(plan.collective >= 0, _MANY, plan.partner).tolist()
     started, ended = bytearray(n), bytearray(n)
     asleep = [_NONE] * n  # op -> a queue that waits for it to start (a partner does) or to end
     behind = [_NONE] * len(queues)  # queue -> another queue that waits for the same op
@@ -108,12 +110,6 @@ def _waits(waits: OpLists) -> list[int]:
     one = np.flatnonzero(count == 1)
     out[one] = waits.items[waits.at[one]]
     found: list[int] = out.tolist()
-    return found
-
-
-def _mates(plan: Plan) -> list[int]:
-    """The other end of each transfer, _MANY for a member of a collective, _NONE for what meets nobody."""
-    found: list[int] = np.where(plan.collective >= 0, _MANY, plan.partner).tolist()
     return found
 
 

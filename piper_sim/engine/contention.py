@@ -41,7 +41,8 @@ class SharedEngine(EngineState):
 
     def __init__(self, scenario: EngineScenario, duration: FloatArray, steps: int) -> None:
         super().__init__(scenario, duration, steps)
-        plan, table = scenario.plan, scenario.slow or _nothing(scenario)
+        plan, none = scenario.plan, np.zeros((1, 1))
+        table = scenario.slow or KernelInterference(np.zeros(len(plan), dtype=np.int64), none, none, none)
         self.program = plan.program.tolist()
         self.compute = (plan.kind == OpKind.COMPUTE).tolist()
         self.kind = table.kind.tolist()
@@ -185,12 +186,6 @@ class _Loads:
             for e in range(self.at[row], self.at[row + 1]) if row >= 0 else ():
                 out[self.resource[e]] = out.get(self.resource[e], 0.0) + self.load[e]
         return out
-
-
-def _nothing(scenario: EngineScenario) -> KernelInterference:
-    """One class of each kind, and no slowdown."""
-    none = np.zeros((1, 1))
-    return KernelInterference(np.zeros(len(scenario.plan), dtype=np.int64), none, none, none)
 
 
 Loads = Mapping[int, float]

@@ -45,7 +45,7 @@ class MemoryEvents:
         stride = 3 * (2 + max((len(s.covers) for s in plan.shapes), default=0))
         freed = np.flatnonzero(b.free >= 0)
         frees = b.free[freed] * stride + 3 * (b.free_cover[freed] - AT_START) + 2
-        at, cover, node, mb = _workspaces(plan)
+        at, cover, node, mb = _instances(plan, np.array([n.workspace > 0 for n in plan.graph.nodes], dtype=np.bool_))
         at, number = at * stride + 3 * (cover - AT_START), len(b) + np.arange(len(at))
         first, over, size = _first_made(plan, made, stride)
         begin, end, copied = _copies(plan, stride)
@@ -108,11 +108,6 @@ def _copies(plan: Plan, stride: int) -> tuple[IntArray, IntArray, IntArray]:
     held = np.cumsum(turn)  # of its part and program: those before let go of all they held
     begin, end = (turn > 0) & (held == 1), (turn < 0) & (held == 0)
     return key[begin], key[end] + 2, size[of[begin]]
-
-
-def _workspaces(plan: Plan) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(op, cover, node, microbatch) of every workspace, op by op."""
-    return _instances(plan, np.array([n.workspace > 0 for n in plan.graph.nodes], dtype=np.bool_))
 
 
 def _instances(plan: Plan, has: BoolArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -8,16 +8,8 @@ import numpy as np
 from msgspec import structs
 
 from cost_models import DeviceHardware, LinkFabric, OptimizerPrecision, kernel_seconds, message_seconds
+from cost_models.compute import optimizer
 from cost_models.compute.interference import comm_class
-from cost_models.compute.optimizer import (
-    OptimizerName,
-    accumulate,
-    clip,
-    grad_norm,
-    offloaded_seconds,
-    update,
-    zero_grads,
-)
 from cost_models.compute.roofline import dispatched
 from cost_models.hardware.schema import COMM_KINDS
 from cost_models.profile.profile import CostSource, Profile, ProfileCost
@@ -90,7 +82,7 @@ class CostModel:
         p = prepared.base.source.precision if prepared.base.source is not None else None  # type: ignore[attr-defined]
         assert p is not None
         self.recipe = OptimizerPrecision(
-            cast(OptimizerName, job.optimizer.name),
+            cast(optimizer.OptimizerName, job.optimizer.name),
             p.params,
             p.grads,
             p.optimizer,
@@ -208,7 +200,7 @@ class CostModel:
             own = CostShare.RECOMPUTE if n.kind is Pass.R else CostShare.COMPUTE
             out[own] = sum(map(self.kernel, n.work))
             if n.kind is Pass.W:
-                out[own] += sum(self.kernel(k) for k in accumulate(n.work, self.recipe))
+                out[own] += sum(self.kernel(k) for k in optimizer.accumulate(n.work, self.recipe))
             launched = self.hardware.software.async_tp and not self.tp_overlap
             beside, experts = 0.0, 0.0
             for message in n.inline:
@@ -243,15 +235,20 @@ class CostModel:
 
     def _update(self, n: GraphNode) -> list[Kernel]:
         numel, matrices = n.numel, n.matrices
-        kernels = [zero_grads(numel + n.others, self.recipe), update(numel - matrices, self.recipe.others)]
-        kernels += [update(matrices, self.recipe)] if matrices else []
+        kernels = [
+            optimizer.zero_grads(numel + n.others, self.recipe),
+            optimizer.update(numel - matrices, self.recipe.others),
+        ]
+        kernels += [optimizer.update(matrices, self.recipe)] if matrices else []
         if self.job.optimizer.clip_norm > 0:
-            kernels += [grad_norm(numel, self.recipe), clip(numel, self.recipe)]
+            kernels += [optimizer.grad_norm(numel, self.recipe), optimizer.clip(numel, self.recipe)]
         return kernels
 
     def _offloaded(self, numel: int) -> float:
         hw = self.hardware
-        return 0.0 if hw.host_GBps is None else offloaded_seconds(numel, self.recipe, hw.host_GBps, hw.pcie_GBps)
+        return (
+            0.0 if hw.host_GBps is None else optimizer.offloaded_seconds(numel, self.recipe, hw.host_GBps, hw.pcie_GBps)
+        )
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of a kernel's launches."""

@@ -6,15 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models import DeviceHardware, kernel_seconds
+from cost_models.compute import interference
 from cost_models.compute.host import HostCosts
-from cost_models.compute.interference import (
-    GRAIN,
-    KernelSlowdown,
-    Rows,
-    comm_class,
-    fewer_sms,
-    products_held,
-)
 from cost_models.compute.roofline import arithmetic_seconds, memory_seconds
 from cost_models.links.loads import LinkBytes, link_bytes
 from cost_models.profile.pairs import KernelPair
@@ -65,10 +58,10 @@ def pairwise(
     Communication ops in the classes of `COMM_KINDS`. A class between the ends is slowed in proportion. pairs: measured
     slowdowns, by `profile_pairs.pair_key`. seconds: of kernels, if they are known.
     """
-    slow = KernelSlowdown.of(hw, pairs)
-    share = np.arange(GRAIN + 1)[:, None] / GRAIN
+    slow = interference.KernelSlowdown.of(hw, pairs)
+    share = np.arange(interference.GRAIN + 1)[:, None] / interference.GRAIN
 
-    def mixed(rows: Rows) -> FloatArray:
+    def mixed(rows: interference.Rows) -> FloatArray:
         arithmetic, memory = (np.array(r) for r in rows)
         return np.asarray(share * arithmetic + (1 - share) * memory)
 
@@ -87,14 +80,14 @@ def _classes(plan: Plan, hw: DeviceHardware, seconds: Callable[[Kernel], float])
     shape, covered = computed(plan)
     arithmetic, total = (np.bincount(shape, bound[covered, k], len(plan.shapes)) for k in (0, 1))
     share = np.divide(arithmetic, total, out=np.zeros_like(total), where=total > 0)
-    bound_by = np.rint(GRAIN * share).astype(np.int64)
+    bound_by = np.rint(interference.GRAIN * share).astype(np.int64)
     return np.where(shape_kinds(plan) == OpKind.COMPUTE, bound_by, _comm_classes(plan))[plan.shape]
 
 
 @once_per_plan
 def _comm_classes(plan: Plan) -> IntArray:
     """[shape] class of a communication op."""
-    comm = (s.kind is not OpKind.COMPUTE and comm_class(message_of(plan, s).kind) for s in plan.shapes)
+    comm = (s.kind is not OpKind.COMPUTE and interference.comm_class(message_of(plan, s).kind) for s in plan.shapes)
     return np.array([int(c) for c in comm], dtype=np.int64)
 
 
@@ -112,8 +105,8 @@ def _arithmetic(k: Kernel, hw: DeviceHardware) -> float:
     """
     if arithmetic_seconds(k, hw) < memory_seconds(k.bytes, hw):
         return 0.0
-    held = products_held(hw) if k.kind is KernelKind.ATTENTION else 0.0
-    return fewer_sms(hw) / held if held else 1.0
+    held = interference.products_held(hw) if k.kind is KernelKind.ATTENTION else 0.0
+    return interference.fewer_sms(hw) / held if held else 1.0
 
 
 PORT_OUT, PORT_IN, NIC_OUT, NIC_IN, OWN = range(5)

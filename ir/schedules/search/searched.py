@@ -43,7 +43,8 @@ def zb2p(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:
     both = replace(plain, tail=tuple(max(0.0, end - span - x) for x in late))
     if min(both.objective(x.ends) for x in found) > end * (1 + 1e-12):
         found += search(both, [plain.by_end(x.ends) for x in found])
-    return _orders(min(found, key=lambda x: [_rounded(goal.objective(x.ends)) for goal in goals]), plain)
+    # rounded: without the noise of adding up in another order
+    return _orders(min(found, key=lambda x: [float(f"{goal.objective(x.ends):.12g}") for goal in goals]), plain)
 
 
 def v_half(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:
@@ -63,11 +64,6 @@ def v_min(ranks: int, microbatches: int, times: OpTimes) -> tuple[Order, ...]:
 def _v(ranks: int, mbs: int, times: OpTimes, limit: int) -> tuple[Order, ...]:
     shop = ScheduleProblem(ranks, mbs, 2, replace(times, w_memory=1.0), float(limit))
     return _orders(search(shop)[0], shop)
-
-
-def _rounded(objective: float) -> float:
-    """Without the noise of adding up in another order."""
-    return float(f"{objective:.12g}")
 
 
 def _orders(found: FoundSchedule, shop: ScheduleProblem) -> tuple[Order, ...]:

@@ -6,17 +6,7 @@ from collections.abc import Mapping, Sequence
 from ir.core.errors import PiperError, usage_error
 from ir.schedules.registry import canonical
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import (
-    TRACE_FILES,
-    dumps,
-    print_json,
-    progress,
-    refuse_existing,
-    show,
-    trace_files,
-    warn,
-    write,
-)
+from piper_sim.app.commands import output
 from piper_sim.app.commands.simulate import essentials, fit_answer, report_run
 from piper_sim.report.marks import idle_rows
 from piper_sim.report.page.html import Answer, report_html
@@ -26,7 +16,7 @@ from piper_sim.study.compare import Comparison, compare, label
 from piper_sim.study.history.show import backtest_object, backtest_text, corrected_text
 from piper_sim.study.simulate import Object
 
-FILES = ("compare.json", "report.html", *TRACE_FILES)
+FILES = ("compare.json", "report.html", *output.TRACE_FILES)
 EXPLAINED = 2
 
 
@@ -34,17 +24,17 @@ def main(args: argparse.Namespace) -> int:
     """Predict each, print them sorted; 0 even where some are infeasible, 3 where all that was built does not fit."""
     names = _names(args.schedules)
     jobs = [load_job(path, args.sets) for path in args.job]
-    refuse_existing(args.out, FILES, args.force)
-    found = compare(jobs if len(jobs) > 1 else jobs[0], names, progress)
+    output.refuse_existing(args.out, FILES, args.force)
+    found = compare(jobs if len(jobs) > 1 else jobs[0], names, output.progress)
     title = title_of(found)
     if args.out is not None:
-        with progress("writing the report"):
-            write(args.out, files(found, title), args.force)
-    warn(f"{label(r)}: {w}" for r in found.rows for w in r["warnings"] or ())
+        with output.progress("writing the report"):
+            output.write(args.out, files(found, title), args.force)
+    output.warn(f"{label(r)}: {w}" for r in found.rows for w in r["warnings"] or ())
     past = [p for p in found.past if p is not None]
     if args.json:
         shown = [backtest_object(p) for p in past]
-        print_json(table_object(found) | ({"history": shown[0] if len(jobs) == 1 else shown} if shown else {}))
+        output.print_json(table_object(found) | ({"history": shown[0] if len(jobs) == 1 else shown} if shown else {}))
     else:
         for p in past:
             print(backtest_text(p), end="\n\n")
@@ -80,7 +70,7 @@ def title_of(found: Comparison) -> str:
 
 def print_rows(found: Comparison, title: str) -> None:
     """The table, the sentence, and what is modelled."""
-    show(compare_table([{**r, "schedule": label(r)} for r in found.rows], title))
+    output.show(compare_table([{**r, "schedule": label(r)} for r in found.rows], title))
     print(found.why)
     for line in dict.fromkeys(essentials(p) for p in found.predictions if p is not None):
         print(line)
@@ -113,7 +103,7 @@ def _answers(found: Comparison, name: str) -> list[Answer]:
 
 def files(found: Comparison, title: str) -> dict[str, bytes | str]:
     """What --out holds: one report with every row that could be predicted, the winner's picture and trace."""
-    table = dumps(table_object(found))
+    table = output.dumps(table_object(found))
     shown = [(r, p) for r, p in zip(found.rows, found.predictions, strict=True) if p is not None]
     if not shown:
         return {"compare.json": table}
@@ -131,5 +121,5 @@ def files(found: Comparison, title: str) -> dict[str, bytes | str]:
     return {
         "compare.json": table,
         "report.html": report_html(runs, title, tables, _answers(found, name)),
-        **trace_files(best.last_step, f"{title}, {name} (modelled)", marks),
+        **output.trace_files(best.last_step, f"{title}, {name} (modelled)", marks),
     }

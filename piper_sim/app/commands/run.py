@@ -12,16 +12,7 @@ from ir.core.files import finite
 from ir.job.run_options import JobRunOptions
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import (
-    dumps,
-    print_json,
-    progress,
-    refuse_existing,
-    show_timeline,
-    trace_files,
-    warn,
-    write,
-)
+from piper_sim.app.commands import output
 from piper_sim.app.commands.simulate import COUNTS_ON_OVERLAP
 from piper_sim.report.metrics import FILE as METRICS
 from piper_sim.report.metrics import write_metrics
@@ -47,28 +38,29 @@ def main(args: argparse.Namespace) -> int:
 
     p = predict(job)
     out = None if args.out is None else Path(args.out)
-    refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
+    output.refuse_existing(args.out, FILES, args.force)  # before the ranks start, not after their work
     options = JobRunOptions.of(args, args.ranks)
     if options.backend == "nccl" and p.to_dict()["messages"] == MESSAGES[False]:
-        warn([COUNTS_ON_OVERLAP])
+        output.warn([COUNTS_ON_OVERLAP])
     saving = CheckpointOptions(args.save, args.every, args.keep, args.force, args.resume)
     board = nullcontext() if args.tensorboard is None else step_events(Path(args.tensorboard))
-    with board as events, progress(f"running {args.steps} step(s) on {args.ranks} processes"):
+    with board as events, output.progress(f"running {args.steps} step(s) on {args.ranks} processes"):
         said = partial(_tell, out, events, p.to_dict())
         found, trace = run(p.prepared, p.plan, options, saving, said)
     found["allocator"] = allocator(p, found)
     if not args.json and trace.op:  # whatever becomes of the files
-        show_timeline(trace)
+        output.show_timeline(trace)
         _show(found)
     elif not args.json:
         print(f"nothing left to do: {found['saved']} is of step {found['first_step']}")
     if out is not None:
         title = f"{job.model.name}, {p.prepared.schedule}, {args.ranks} ranks (measured)"
         found["trace"] = str(out / "trace.tsv") if trace.op else None
-        traced = trace_files(trace, title) if trace.op else {}
-        write(args.out, {"run.json": dumps(finite(found)), "plan.txt": plan_text(p.plan), **traced}, args.force)
+        traced = output.trace_files(trace, title) if trace.op else {}
+        files = {"run.json": output.dumps(finite(found)), "plan.txt": plan_text(p.plan), **traced}
+        output.write(args.out, files, args.force)
     if args.json:
-        print_json({k: finite(v) for k, v in found.items()})
+        output.print_json({k: finite(v) for k, v in found.items()})
     return 0
 
 

@@ -7,22 +7,13 @@ from typing import cast
 from ir.core.errors import ErrorKind, PiperError, usage_error
 from ir.core.limits import check_passes
 from ir.schedules.registry import check_shape, default_chunks
-from piper_sim.app.commands.output import (
-    TRACE_FILES,
-    dumps,
-    print_json,
-    progress,
-    refuse_existing,
-    show_timeline,
-    trace_files,
-    write,
-)
+from piper_sim.app.commands import output
 from piper_sim.engine import MessageMode
 from piper_sim.report.page.html import ReportTrace, report_html
 from piper_sim.study.pipeline import PassTimes, ScheduleOutcome, report, run_schedule
 
 _LONGEST = 10**15
-FILES = ("schedule.json", "report.html", *TRACE_FILES)
+FILES = ("schedule.json", "report.html", *output.TRACE_FILES)
 # A shape is refused in a job's words; here they were flags.
 _FLAGS = {
     "schedule.name": "NAME",
@@ -38,21 +29,21 @@ def main(args: argparse.Namespace) -> int:
     Raises PiperError (usage): flags out of range, or that do not go together.
     """
     times = read_times(args.times)
-    refuse_existing(args.out, FILES, args.force)
+    output.refuse_existing(args.out, FILES, args.force)
     try:
         check_shape(args.name, args.ranks, args.microbatches, chunks_of(args))
         check_passes(args.ranks * chunks_of(args), args.microbatches, ErrorKind.USAGE)
     except PiperError as e:
         key = _FLAGS.get(e.key or "", e.key)
         raise PiperError(e.kind, e.message, key=key, allowed=e.allowed, suggestion=e.suggestion) from None
-    with progress(f"{args.name} on {args.ranks} ranks, {args.microbatches} microbatches"):
+    with output.progress(f"{args.name} on {args.ranks} ranks, {args.microbatches} microbatches"):
         wire = MessageMode(args.p2p_mode)
         out = run_schedule(args.name, args.ranks, args.microbatches, args.chunks, times, wire, args.w_memory)
         found = report(out, args.w_memory)
     if args.out is not None:
-        write(args.out, _files(out, found), args.force)
+        output.write(args.out, _files(out, found), args.force)
     if args.json:
-        print_json(found)
+        output.print_json(found)
     else:
         _print(out, found)
     return 0
@@ -84,13 +75,13 @@ def _files(out: ScheduleOutcome, found: dict[str, object]) -> dict[str, bytes | 
     title = f"{out.schedule.name}, {out.schedule.ranks} ranks, {out.schedule.microbatches} microbatches"
     facts: dict[str, object] = {k: v for k, v in found.items() if isinstance(v, str | int | float)}
     page = report_html([ReportTrace(out.schedule.name, trace, facts)], title)
-    return {"schedule.json": dumps(found), "report.html": page, **trace_files(trace, title)}
+    return {"schedule.json": output.dumps(found), "report.html": page, **output.trace_files(trace, title)}
 
 
 def _print(out: ScheduleOutcome, found: dict[str, object]) -> None:
     s = out.schedule
     print(f"{s.name}: {s.ranks} ranks, {s.microbatches} microbatches, {s.chunks} stage(s) per rank\n")
-    show_timeline(out.trace())
+    output.show_timeline(out.trace())
     peak = cast("dict[str, float]", found["peak_inflight"])
     worst = max(peak, key=lambda r: peak[r])
     print(f"\nmakespan            {found['makespan']:g}")

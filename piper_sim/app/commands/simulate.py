@@ -7,18 +7,7 @@ from ir.job import Job
 from ir.job.build import blaming
 from ir.plan.text import plan_text
 from piper_sim.app.captured import load_job
-from piper_sim.app.commands.output import (
-    TRACE_FILES,
-    dumps,
-    print_json,
-    progress,
-    refuse_existing,
-    show,
-    show_timeline,
-    trace_files,
-    warn,
-    write,
-)
+from piper_sim.app.commands import output
 from piper_sim.report.marks import idle_rows
 from piper_sim.report.page.html import Answer, ReportTrace, Tables, report_html
 from piper_sim.report.table import compare_cells, compare_table, memory_cells, memory_table
@@ -31,7 +20,7 @@ from piper_sim.study.predict import predict
 from piper_sim.study.prediction import Prediction
 from piper_sim.study.simulate import MESSAGES, Object
 
-FILES = ("simulate.json", "plan.txt", "report.html", *TRACE_FILES)
+FILES = ("simulate.json", "plan.txt", "report.html", *output.TRACE_FILES)
 COUNTS_ON_OVERLAP = (
     "messages: the plan counts on communicators that run side by side, as NCCL does and does not promise; "
     'with schedule.p2p = "ordered" it finishes in any case'
@@ -41,20 +30,20 @@ COUNTS_ON_OVERLAP = (
 def main(args: argparse.Namespace) -> int:
     """Predict, print, write; 3 where the job does not fit."""
     job = load_job(args.job, args.sets)
-    refuse_existing(args.out, FILES, args.force)
-    with progress(f"predicting the past runs of {args.job}"), blaming(job):
+    output.refuse_existing(args.out, FILES, args.force)
+    with output.progress(f"predicting the past runs of {args.job}"), blaming(job):
         past = backtest(job)
-    with progress(f"simulating {args.job}"), blaming(job):
+    with output.progress(f"simulating {args.job}"), blaming(job):
         p = predict(job)
         found = applied(p.to_dict(), job, past)
-    warn(found["warnings"])
+    output.warn(found["warnings"])
     if past is not None:
         found["history"] = backtest_object(past)
     if args.out is not None:
-        with progress("writing the report"):
-            write(args.out, files(p, found, job), args.force)
+        with output.progress("writing the report"):
+            output.write(args.out, files(p, found, job), args.force)
     if args.json:
-        print_json(found)
+        output.print_json(found)
     else:
         if past is not None:
             print(backtest_text(past), end="\n\n")
@@ -67,7 +56,7 @@ def files(p: Prediction, found: Object, job: Job) -> dict[str, bytes | str]:
     name, title = p.prepared.schedule, f"{p.title} (modelled)"
     run = report_run(p, found, name)
     assert run.marks is not None
-    others = what_ifs(job, p, progress)
+    others = what_ifs(job, p, output.progress)
     changes = ((w, duration(w.iteration_s), duration(w.gain_s)) for w in others)
     tables: Tables = {
         "What if": [{"change": w.name, "step": step, "gain": gain, "fits": w.fits} for w, step, gain in changes],
@@ -78,10 +67,10 @@ def files(p: Prediction, found: Object, job: Job) -> dict[str, bytes | str]:
     asked = [*answers(found), ("What would help most", *best_change(others), "")]
     page = report_html([run], title, tables, asked)
     return {
-        "simulate.json": dumps(found),
+        "simulate.json": output.dumps(found),
         "plan.txt": plan_text(p.plan),
         "report.html": page,
-        **trace_files(p.last_step, title, run.marks),
+        **output.trace_files(p.last_step, title, run.marks),
     }
 
 
@@ -148,12 +137,12 @@ def essentials(p: Prediction) -> str:
 
 
 def _print(p: Prediction, found: Object, out: str | None) -> None:
-    job = p.prepared.job
-    show(compare_table([{**found, "schedule": p.prepared.schedule}], f"{job.model.name} on {p.prepared.ranks} GPUs"))
+    title = f"{p.prepared.job.model.name} on {p.prepared.ranks} GPUs"
+    output.show(compare_table([{**found, "schedule": p.prepared.schedule}], title))
     print()
-    show_timeline(p.last_step)
+    output.show_timeline(p.last_step)
     print()
-    show(memory_table(found["memory"], "memory at the peak, by pipeline rank"))
+    output.show(memory_table(found["memory"], "memory at the peak, by pipeline rank"))
     print(essentials(p))
     folded = found["folded"]
     print(f"simulated: {folded['replicas_simulated']} of {folded['replicas']} replicas, the others are equal to them")

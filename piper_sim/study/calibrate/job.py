@@ -14,14 +14,7 @@ from ir.job.run_options import JobRunOptions
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.pricing.sources import CostSources, sources
-from piper_sim.study.calibrate.assemble import (
-    ProfileSamplesLike,
-    Size,
-    laid_over,
-    profile_of,
-    sizes_of,
-    without_profile,
-)
+from piper_sim.study.calibrate import assemble
 from piper_sim.study.calibrate.kineto import read_kineto
 from piper_sim.study.calibrate.nccl_tests import read_nccl_tests
 from piper_sim.study.calibrate.pairs import read_pairs
@@ -36,8 +29,8 @@ class ProfileMeasurer(Protocol):
     """`executor.measure.calibrate`, which only `piper_sim.app.cli` may reach."""
 
     def measure(
-        self, sizes: Sequence[Size], *, processes: int, backend: str, repeats: int, by: str, watchdog_s: float
-    ) -> ProfileSamplesLike:
+        self, sizes: Sequence[assemble.Size], *, processes: int, backend: str, repeats: int, by: str, watchdog_s: float
+    ) -> assemble.ProfileSamplesLike:
         """Time ops and messages."""
 
     def devices(self, backend: str) -> int:
@@ -126,7 +119,7 @@ def calibrate(
 
     Raises PiperError: what cannot be measured or read (exit 2), RankFailed (exit 4).
     """
-    job = without_profile(job)
+    job = assemble.without_profile(job)
     hardware = hardware_of(job)
     base = None if asked.onto is None else load_profile(asked.onto, "--onto")
     with blaming(job):
@@ -137,7 +130,7 @@ def calibrate(
     else:
         assert stopwatch is not None and executor is not None
         processes = _processes(asked, prepared, stopwatch)
-        sizes = sizes_of(job, sets, prepared, hardware, asked.others)
+        sizes = assemble.sizes_of(job, sets, prepared, hardware, asked.others)
         by = _by(asked, sizes, stopwatch)
         timed = stopwatch.measure(
             sizes,
@@ -150,8 +143,8 @@ def calibrate(
         host_s = None
         if processes == prepared.ranks and asked.backend == "gloo":
             host_s = _host_seconds(executor, job, asked.watchdog_s)
-        new = profile_of(timed, sizes, host_s, by)
-    profile = new if base is None else laid_over(new, base, "--onto", asked.onto)
+        new = assemble.profile_of(timed, sizes, host_s, by)
+    profile = new if base is None else assemble.laid_over(new, base, "--onto", asked.onto)
     found = sources(prepared.plan(), CostModel(prepared, hardware, profile))
     return ProfileResult(profile, found, by, processes)
 
@@ -163,7 +156,7 @@ def _imported(asked: ProfileOptions, prepared: PreparedJob, hardware: DeviceHard
     found += [read_pairs(asked.pairs)] if asked.pairs else []
     out = found[0]
     for more in found[1:]:
-        out = laid_over(more, out, "--from-kineto")  # of pairs nobody knows the device
+        out = assemble.laid_over(more, out, "--from-kineto")  # of pairs nobody knows the device
     return out
 
 
@@ -179,7 +172,7 @@ def _processes(asked: ProfileOptions, prepared: PreparedJob, stopwatch: ProfileM
     return most
 
 
-def _by(asked: ProfileOptions, sizes: Sequence[Size], stopwatch: ProfileMeasurer) -> str:
+def _by(asked: ProfileOptions, sizes: Sequence[assemble.Size], stopwatch: ProfileMeasurer) -> str:
     """Modules where all sizes can be run as such; single kernels else."""
     if asked.by != "auto":
         return asked.by

@@ -19,18 +19,9 @@ from hypothesis import strategies as st
 from ir.core.ops import OpToken, ScheduledOp
 from ir.core.order import Order
 from ir.schedules.schedule import OpTimes
+from ir.schedules.search import improve
 from ir.schedules.search.blocks import blocks, unroll
 from ir.schedules.search.greedy import greedy, rules
-from ir.schedules.search.improve import (
-    ScheduleSearchEffort,
-    block_orders,
-    greedy_orders,
-    justify,
-    lower_bound,
-    round_orders,
-    search,
-    shake,
-)
 from ir.schedules.search.searched import v_half, v_min, zb2p
 from ir.schedules.search.shop import ScheduleProblem, settle
 
@@ -153,7 +144,7 @@ def test_zb2p_reaches_the_bubble_rates_its_paper_prints(row: dict[str, str]) -> 
 def test_zb2p_without_that_share_is_at_the_closed_bound() -> None:
     shop = ScheduleProblem(8, 24, 1, OpTimes(18.522, 18.086, 9.337, 0.601), 16.0)
     found = check("zb2p", 8, 24, shop.times)
-    assert found.makespan == pytest.approx(lower_bound(shop), rel=1e-12)
+    assert found.makespan == pytest.approx(improve.lower_bound(shop), rel=1e-12)
     assert found.worst_span_bubble == pytest.approx(0.1015, abs=1e-4)
 
 
@@ -195,7 +186,7 @@ def test_any_shape_and_times_give_a_legal_order_above_the_bounds(name: str, rank
     share = t.w_memory if name == "zb2p" else 1.0
     shop = ScheduleProblem(ranks, mbs, CHUNKS[name], replace(t, w_memory=share), LIMIT[name](ranks))
     padding = 0.0 if t.F and t.I and t.W else 1e-3  # the shop's ops all take some time
-    assert found.makespan >= lower_bound(shop) * (1 - 1e-9) - padding
+    assert found.makespan >= improve.lower_bound(shop) * (1 - 1e-9) - padding
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -269,18 +260,20 @@ def test_improving_never_makes_it_longer_and_keeps_the_limit(shape: tuple[int, i
     seconds, random = shop.every(shop.seconds), Random(1)
     for order in starts(shop):
         ends, _ = settle(shop, order, seconds)
-        found = justify(shop, order, seconds, ScheduleSearchEffort(10**6))
-        assert lower_bound(shop) * (1 - 1e-12) <= found.objective <= shop.objective(ends) * (1 + 1e-12)
-        for ops in (found.sequences, settle(shop, shake(shop, found, random), seconds)[1]):
+        found = improve.justify(shop, order, seconds, improve.ScheduleSearchEffort(10**6))
+        assert improve.lower_bound(shop) * (1 - 1e-12) <= found.objective <= shop.objective(ends) * (1 + 1e-12)
+        for ops in (found.sequences, settle(shop, improve.shake(shop, found, random), seconds)[1]):
             orders = tuple(Order.of([shop.text(op) for op in row]) for row in ops)
             assert replay(orders, v, shop.times).peak <= limit
 
 
 def test_a_tail_makes_a_rank_end_early() -> None:
     plain = ScheduleProblem(2, 3, 1, OpTimes(), 4)
-    assert lower_bound(replace(plain, tail=(5.0, 0.0))) == lower_bound(plain) + 4
+    assert improve.lower_bound(replace(plain, tail=(5.0, 0.0))) == improve.lower_bound(plain) + 4
     order = greedy(plain, rules(plain)[0])
-    found = justify(replace(plain, tail=(5.0, 0.0)), order, plain.every(plain.seconds), ScheduleSearchEffort(10**6))
+    found = improve.justify(
+        replace(plain, tail=(5.0, 0.0)), order, plain.every(plain.seconds), improve.ScheduleSearchEffort(10**6)
+    )
     assert found.objective == 14.0
 
 
@@ -297,11 +290,11 @@ def test_a_search_takes_the_way_it_took(golden: Callable[[str, str], None]) -> N
     for shape, times in product(SHOPS, TIMES):
         p, m, v, limit = shape
         shop = ScheduleProblem(p, m, v, times if v == 1 else replace(times, w_memory=1.0), limit)
-        families = {f.__name__: f(shop, 9) for f in (round_orders, block_orders, greedy_orders)}
+        families = {f.__name__: f(shop, 9) for f in (improve.round_orders, improve.block_orders, improve.greedy_orders)}
         orders = " ".join(f"{name} {len(found)} {_digest(found)}" for name, found in families.items())
         every = [greedy(shop, rule) for rule in rules(shop)]
-        found = search(shop, breadth=4, shakes=20)
-        best = f"{found[0].objective:.9g} of {lower_bound(shop):.9g} {_digest([x.sequences for x in found])}"
+        found = improve.search(shop, breadth=4, shakes=20)
+        best = f"{found[0].objective:.9g} of {improve.lower_bound(shop):.9g} {_digest([x.sequences for x in found])}"
         said.append(f"{shape} {times}: {orders} rules {_digest(rules(shop))} {_digest(every)} best {best}\n")
     golden("searched.txt", "".join(said))
 

@@ -2,22 +2,14 @@
 
 import pytest
 
-from piper_sim.study.sure import (
-    PredictionTraits,
-    PublishedPrediction,
-    fits_probability,
-    interval,
-    quantile,
-    residuals,
-    weighted,
-)
+from piper_sim.study import sure
 
-LIKE = PredictionTraits("h100-sxm", "nemo", moe=False, given=False, waits=False)
+LIKE = sure.PredictionTraits("h100-sxm", "nemo", moe=False, given=False, waits=False)
 GIB = 2**30
 
 
 def published(of):
-    rows = [r for r in residuals() if getattr(r, of) is not None]
+    rows = [r for r in sure.residuals() if getattr(r, of) is not None]
     assert len(rows) > 200
     return rows
 
@@ -25,14 +17,14 @@ def published(of):
 def held(asked, found, of, share=0.1):
     """Share of rows in the middle of what is `found` of them."""
     each = ((getattr(r, of), f) for r, f in zip(asked, found, strict=True))
-    return sum(quantile(f, share) <= x <= quantile(f, 1 - share) for x, f in each) / len(asked)
+    return sum(sure.quantile(f, share) <= x <= sure.quantile(f, 1 - share) for x, f in each) / len(asked)
 
 
 @pytest.mark.parametrize("of", ["time", "memory"])
 def test_four_fifths_of_held_out_rows_lie_in_their_interval(of):
     rows = published(of)
     known, asked = rows[::2], rows[1::2]
-    found = [weighted(r.traits, known, of) for r in asked]
+    found = [sure.weighted(r.traits, known, of) for r in asked]
     assert 0.73 < held(asked, found, of) < 0.87
     # Negative control: half of the width holds clearly less.
     assert held(asked, found, of, 0.3) < 0.6
@@ -41,7 +33,7 @@ def test_four_fifths_of_held_out_rows_lie_in_their_interval(of):
 @pytest.mark.parametrize("of, least, lost", [("time", 0.73, 0.0), ("memory", 0.71, 0.03)])
 def test_so_do_those_of_a_table_that_nobody_has_seen(of, least, lost):
     rows = published(of)
-    found = [weighted(r.traits, [o for o in rows if o.table != r.table], of) for r in rows]
+    found = [sure.weighted(r.traits, [o for o in rows if o.table != r.table], of) for r in rows]
     # Nanotron's peaks are five times as far off as those of all five other tables, and nothing says so before.
     share = held(rows, found, of)
     assert least < share < 0.87
@@ -51,25 +43,25 @@ def test_so_do_those_of_a_table_that_nobody_has_seen(of, least, lost):
 
 
 def test_rows_unlike_the_job_count_less():
-    far = PredictionTraits("a100-sxm-80gb", "nanotron", moe=False, given=False, waits=False)
-    rows = [PublishedPrediction("a", LIKE, 1.0, None), PublishedPrediction("b", far, 2.0, None)]
-    (_, low), (_, near), (_, other), (_, high) = weighted(LIKE, rows)
+    far = sure.PredictionTraits("a100-sxm-80gb", "nanotron", moe=False, given=False, waits=False)
+    rows = [sure.PublishedPrediction("a", LIKE, 1.0, None), sure.PublishedPrediction("b", far, 2.0, None)]
+    (_, low), (_, near), (_, other), (_, high) = sure.weighted(LIKE, rows)
     assert near == pytest.approx(8 * other) and near + other + low + high == pytest.approx(1)
     # One more row of a table of 1 + 1/8.
     assert low == high and low + high == pytest.approx(near / 2.125**0.5)
-    assert interval(2.0, LIKE) == [2 * x for x in interval(1.0, LIKE)]
+    assert sure.interval(2.0, LIKE) == [2 * x for x in sure.interval(1.0, LIKE)]
 
 
 def test_less_room_is_less_likely_to_do():
-    chances = [fits_probability(60 * GIB, 62 * GIB, room * GIB, LIKE) for room in (40, 58, 62, 66, 100)]
+    chances = [sure.fits_probability(60 * GIB, 62 * GIB, room * GIB, LIKE) for room in (40, 58, 62, 66, 100)]
     assert chances == sorted(chances) and chances[0] < 0.1 < 0.9 < chances[-1] < 1
 
 
 def test_what_is_far_from_the_limit_is_hardly_doubted():
     """One row more says nothing of an error of 38 times: the chance was 96 %, whatever the room."""
-    small = [fits_probability(GIB, 2 * GIB, room * GIB, LIKE) for room in (3, 10, 80)]
+    small = [sure.fits_probability(GIB, 2 * GIB, room * GIB, LIKE) for room in (3, 10, 80)]
     assert small == sorted(small) and 0.999 < small[-1] < 1
-    assert fits_probability(400 * GIB, 402 * GIB, 80 * GIB, LIKE) < 0.02
-    rows = weighted(LIKE, residuals(), "memory")
+    assert sure.fits_probability(400 * GIB, 402 * GIB, 80 * GIB, LIKE) < 0.02
+    rows = sure.weighted(LIKE, sure.residuals(), "memory")
     farthest = rows[-1][0]  # just beyond it, half of the job's own weight does not fit
-    assert fits_probability(GIB, GIB, int(farthest * GIB) + 1, LIKE) < 1 - rows[-1][1] / 2
+    assert sure.fits_probability(GIB, GIB, int(farthest * GIB) + 1, LIKE) < 1 - rows[-1][1] / 2
