@@ -132,15 +132,12 @@ def test_custom_order_interleaves_the_group_on_rank_1_only(tmp_path: Path) -> No
 
 def test_1f1b_rows_are_the_named_schedule(tmp_path: Path) -> None:
     value = [*SHIPPED["pp2_dp2_ep2"], SPLIT, one_f_one_b(0, 2, 4), one_f_one_b(1, 2, 4)]
-    ours = prepare(
-        job_from(
-            {
-                "model": {"config": "tiny-moe", "seq_len": 128},
-                "parallel": {"pp": 2, "dp": 2, "ep": 2, "zero": 0},
-                "schedule": {"name": "1f1b", "microbatches": 4},
-            }
-        )
-    ).plan()
+    table = {
+        "model": {"config": "tiny-moe", "seq_len": 128},
+        "parallel": {"pp": 2, "dp": 2, "ep": 2, "zero": 0},
+        "schedule": {"name": "1f1b", "microbatches": 4},
+    }
+    ours = prepare(job_from(table)).plan()
     assert planned(write(tmp_path, value)).texts == ours.texts
 
 

@@ -30,15 +30,12 @@ def _job(
 ) -> PreparedJob:
     own = {**T5, "seq_len": DECODED, "encoder_seq_len": ENCODED, "attention": "unfused", **(model or {})}
     recompute = parallel.pop("recompute", "none")
-    return prepare(
-        job_from(
-            {
-                "model": own,
-                "parallel": {"pp": pp, "dp": 2, "zero": zero, "layers": "even", **parallel},
-                "schedule": {"name": name, "microbatches": 8, "recompute": recompute},
-            }
-        )
-    )
+    table = {
+        "model": own,
+        "parallel": {"pp": pp, "dp": 2, "zero": zero, "layers": "even", **parallel},
+        "schedule": {"name": name, "microbatches": 8, "recompute": recompute},
+    }
+    return prepare(job_from(table))
 
 
 def _crossings(job: PreparedJob, when: Pass) -> set[tuple[int, int, str]]:

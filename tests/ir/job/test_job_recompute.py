@@ -16,15 +16,12 @@ LAYERS = 8
 
 
 def _job(name: str = "1f1b", pp: int = 2, model: str = "tiny-llama", **schedule: Any) -> PreparedJob:
-    return prepare(
-        job_from(
-            {
-                "model": {"config": model, "num_hidden_layers": LAYERS},
-                "parallel": {"pp": pp, "dp": 1},
-                "schedule": {"name": name, "microbatches": 8, **schedule},
-            }
-        )
-    )
+    table = {
+        "model": {"config": model, "num_hidden_layers": LAYERS},
+        "parallel": {"pp": pp, "dp": 1},
+        "schedule": {"name": name, "microbatches": 8, **schedule},
+    }
+    return prepare(job_from(table))
 
 
 def _again(job: PreparedJob) -> set[int]:

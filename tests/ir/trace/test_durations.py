@@ -12,15 +12,12 @@ from ir.trace.trace import Trace
 
 
 def plan_of(name: str, pp: int = 2, layers: int = 4, **model: object) -> Plan:
-    return prepare(
-        job_from(
-            {
-                "model": {"config": "tiny-llama", "num_hidden_layers": layers, **model},
-                "parallel": {"pp": pp, "layers": "even"},
-                "schedule": {"name": name, "microbatches": 4},
-            }
-        )
-    ).plan()
+    table = {
+        "model": {"config": "tiny-llama", "num_hidden_layers": layers, **model},
+        "parallel": {"pp": pp, "layers": "even"},
+        "schedule": {"name": name, "microbatches": 4},
+    }
+    return prepare(job_from(table)).plan()
 
 
 @pytest.mark.parametrize("config", ["tiny-llama", "tiny-moe"])

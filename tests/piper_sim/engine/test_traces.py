@@ -15,16 +15,13 @@ from piper_sim.study.prediction import Prediction
 
 @pytest.fixture(scope="module")
 def predicted() -> Prediction:
-    return predict(
-        job_from(
-            {
-                "model": {"config": "tiny-moe", "seq_len": 128},
-                "cluster": {"gpu": "h100-sxm"},
-                "parallel": {"pp": 2, "dp": 4, "ep": 2, "layers": "even"},
-                "schedule": {"name": "dualpipe", "microbatches": 6},
-            }
-        )
-    )
+    table = {
+        "model": {"config": "tiny-moe", "seq_len": 128},
+        "cluster": {"gpu": "h100-sxm"},
+        "parallel": {"pp": 2, "dp": 4, "ep": 2, "layers": "even"},
+        "schedule": {"name": "dualpipe", "microbatches": 6},
+    }
+    return predict(job_from(table))
 
 
 def test_a_trace_has_each_op_of_the_step_once_where_it_ran(predicted: Prediction) -> None:

@@ -124,14 +124,13 @@ def prepared(model: str, schedule: str, zero: int = 1, recompute: Any = "none", 
     """A small real model. more: keys of [parallel]; tied: one table for embedding and head."""
     tied = more.pop("tied", False)
     parallel = {"pp": 2, "dp": 4, "zero": zero, "layers": "even", **more}
-    job = job_from(
-        {
-            "model": {"config": model, "seq_len": 64, **({"tie_word_embeddings": True} if tied else {})},
-            "cluster": {"gpu": "h100-sxm"},
-            "parallel": parallel,
-            "schedule": {"name": schedule, "microbatches": 6, "recompute": recompute},
-        }
-    )
+    table = {
+        "model": {"config": model, "seq_len": 64, **({"tie_word_embeddings": True} if tied else {})},
+        "cluster": {"gpu": "h100-sxm"},
+        "parallel": parallel,
+        "schedule": {"name": schedule, "microbatches": 6, "recompute": recompute},
+    }
+    job = job_from(table)
     return prepare_priced(job, hardware_of(job))
 
 

@@ -26,13 +26,12 @@ MIB = 2**20
 def found_of(schedule: str, zero: int = 1, microbatch_size: int = 8) -> tuple[Plan, Memory]:
     """Buffers of 0.1 to 20 MiB, so that both pools are used."""
     more = {"model": {"config": "tiny-moe", "seq_len": 512}, "parallel": {"pp": 2, "dp": 2, "ep": 2, "zero": zero}}
-    job = job_from(
-        {
-            **more,
-            "cluster": {"gpu": "h100-sxm"},
-            "schedule": {"name": schedule, "microbatches": 8, "microbatch_size": microbatch_size},
-        }
-    )
+    table = {
+        **more,
+        "cluster": {"gpu": "h100-sxm"},
+        "schedule": {"name": schedule, "microbatches": 8, "microbatch_size": microbatch_size},
+    }
+    job = job_from(table)
     made = prepare_priced(job, hardware_of(job))
     plan = made.plan()
     return plan, memory(plan, state(plan, RECIPE))

@@ -23,15 +23,14 @@ PHASES = {  # of the profile -> (pass, parts) of the graph
 
 
 def layer_ms(gpu="h800-sxm", **precision):
-    job = job_from(
-        {
-            "model": {"config": "deepseek-v3", "seq_len": 4096, "num_hidden_layers": 6},
-            "cluster": {"gpu": gpu},
-            "parallel": {"ep": 64, "dp": 64},
-            "schedule": {"microbatches": 1, "recompute": ["norm", "up_projection", "activation"]},
-            "precision": {"compute": "fp8", "dispatch": "fp8", "combine": "bf16", **precision},
-        }
-    )
+    table = {
+        "model": {"config": "deepseek-v3", "seq_len": 4096, "num_hidden_layers": 6},
+        "cluster": {"gpu": gpu},
+        "parallel": {"ep": 64, "dp": 64},
+        "schedule": {"microbatches": 1, "recompute": ["norm", "up_projection", "activation"]},
+        "precision": {"compute": "fp8", "dispatch": "fp8", "combine": "bf16", **precision},
+    }
+    job = job_from(table)
     hw = hardware_of(job)
     found = defaultdict(float)
     for n in prepare_priced(job, hw).graph().nodes:

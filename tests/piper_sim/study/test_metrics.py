@@ -162,17 +162,14 @@ def test_the_reported_step_is_the_one_that_repeats(case: Any, seed: int) -> None
 
 @lru_cache(maxsize=64)
 def predicted(config: str, schedule: str, zero: int, clip: float = 1.0, **parallel: Any) -> Prediction:
-    return predict(
-        job_from(
-            {
-                "model": {"config": config, "seq_len": 512},
-                "cluster": {"gpu": "h800-sxm"},
-                "parallel": {"pp": 4, "dp": 4, "zero": zero, "layers": "even", **parallel},
-                "schedule": {"name": schedule, "microbatches": 8, "recompute": ("norm",)},
-                "optimizer": {"clip_norm": clip},
-            }
-        )
-    )
+    table = {
+        "model": {"config": config, "seq_len": 512},
+        "cluster": {"gpu": "h800-sxm"},
+        "parallel": {"pp": 4, "dp": 4, "zero": zero, "layers": "even", **parallel},
+        "schedule": {"name": schedule, "microbatches": 8, "recompute": ("norm",)},
+        "optimizer": {"clip_norm": clip},
+    }
+    return predict(job_from(table))
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])

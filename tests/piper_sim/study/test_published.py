@@ -163,16 +163,15 @@ def test_nanotron_s_cut():
 
 
 def job(software):
-    return job_from(
-        {
-            "model": {"config": "tiny-llama"},
-            "cluster": {"gpu": "a100-sxm-80gb"},
-            "parallel": {"pp": 2},
-            "schedule": {"name": "1f1b", "microbatches": 4},
-            "costs": {**software, "interference": "none", "stage_times": {"F": 1e-3, "I": 1e-3, "W": 1e-3}},
-            "optimizer": {"clip_norm": 0.0},
-        }
-    )
+    table = {
+        "model": {"config": "tiny-llama"},
+        "cluster": {"gpu": "a100-sxm-80gb"},
+        "parallel": {"pp": 2},
+        "schedule": {"name": "1f1b", "microbatches": 4},
+        "costs": {**software, "interference": "none", "stage_times": {"F": 1e-3, "I": 1e-3, "W": 1e-3}},
+        "optimizer": {"clip_norm": 0.0},
+    }
+    return job_from(table)
 
 
 def test_a_host_that_waits_at_each_transfer_adds_its_turn_to_every_pass():

@@ -24,14 +24,13 @@ def job(
     cluster: dict[str, object] = {"gpus_per_node": 1, "speed": speed or {}}
     if share is not None:
         cluster["slow_nodes"] = {"share": share, "speed": SPEED}
-    return load_job(
-        {
-            "model": {"config": "llama3-8b", "num_hidden_layers": 6, "seq_len": 2048},
-            "cluster": cluster,
-            "parallel": {"pp": pp, "dp": dp, "layers": LAYERS[schedule] if pp > 1 else "balanced", "zero": 1},
-            "schedule": {"name": schedule, "microbatches": 4},
-        }
-    )
+    table = {
+        "model": {"config": "llama3-8b", "num_hidden_layers": 6, "seq_len": 2048},
+        "cluster": cluster,
+        "parallel": {"pp": pp, "dp": dp, "layers": LAYERS[schedule] if pp > 1 else "balanced", "zero": 1},
+        "schedule": {"name": schedule, "microbatches": 4},
+    }
+    return load_job(table)
 
 
 def enumerated(pp: int, dp: int, schedule: str) -> list[tuple[float, int, int]]:
