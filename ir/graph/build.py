@@ -8,16 +8,7 @@ from ir.core.ops import Pass
 from ir.core.work import KernelKind, Message, MessageKind, Work
 from ir.graph.graph import Buffer, Graph, GraphEdge, GraphNode, PerStepOp
 from ir.graph.recompute import RecomputedLayers
-from ir.workload.part import (
-    ENCODER,
-    Chunk,
-    KeptBuffer,
-    ModelWork,
-    PartWork,
-    PlacedPart,
-    SavedBuffer,
-    before_training,
-)
+from ir.workload.part import ENCODER, Chunk, KeptBuffer, ModelWork, PartWork, PlacedPart, SavedBuffer, before_training
 
 NOTHING_AGAIN = RecomputedLayers()
 

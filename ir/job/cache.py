@@ -78,7 +78,6 @@ class PlanCache:
         passed.add((serial, inline))
 
     def clear(self) -> None:
-        """Forget all."""
         with self._lock:
             self._plans.clear()
 

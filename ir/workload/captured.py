@@ -137,7 +137,6 @@ class CapturedModel:
 
 
 def _told(value: object) -> str:
-    """As a job has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -151,7 +150,6 @@ class CapturedModelWork:
 
     @property
     def config(self) -> ModelConfig:
-        """As far as it is known."""
         return self.model.config
 
     def work(self, entry: PlacedPart) -> PartWork:
@@ -224,7 +222,6 @@ class CapturedModelWork:
         )
 
     def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
-        """Bytes per element of reductions and gathers."""
         return self.precision.sync_bytes(whole)
 
     def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:

@@ -3,12 +3,7 @@
 from math import prod
 
 from ir.workload.config.recurrence import LayerMixerKind
-from ir.workload.config.spec import (
-    AttentionNormKind,
-    LayerNormPlace,
-    ModelConfig,
-    NormLayerKind,
-)
+from ir.workload.config.spec import AttentionNormKind, LayerNormPlace, ModelConfig, NormLayerKind
 from ir.workload.part import Param, PartLayout
 
 Params = tuple[Param, ...]

@@ -105,16 +105,13 @@ class ConfigModelWork:
     style: KernelStyle = FUSED_STYLE
 
     def work(self, entry: PlacedPart) -> PartWork:
-        """A part under its layout."""
         where, how = (self.config, entry.chunk, entry.part, entry.layout), (self.attention, self.style)
         return part_work(*where, self.shape, self.precision, *how)
 
     def messages(self, experts: PlacedPart) -> ExpertMessages:
-        """What passes between a router and its experts."""
         return dispatch_bytes(self.config, experts.layout, self.shape, self.precision)
 
     def sync_bytes(self, whole: bool = False) -> tuple[int, int]:
-        """Bytes per element of reductions and gathers."""
         return self.precision.sync_bytes(whole)
 
     def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:

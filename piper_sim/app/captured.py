@@ -92,10 +92,7 @@ def capture(
 
 
 def _captured(
-    reference: str | nn.Module,
-    shape: tuple[int, int, DType],
-    tags: Mapping[str, str],
-    **axes: Unpack[ModelMesh],
+    reference: str | nn.Module, shape: tuple[int, int, DType], tags: Mapping[str, str], **axes: Unpack[ModelMesh]
 ) -> str:
     """shape: tokens, sequences, format."""
     try:

@@ -16,7 +16,7 @@ from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.table import compare_table
 from piper_sim.study.search import JobLimits, JobSearchResult, search
 from piper_sim.study.search.evaluate import ANY
-from piper_sim.study.search.winner import winner_toml
+from piper_sim.study.search.result import winner_toml
 
 FILES = ("search.json", "best.toml")
 

@@ -39,10 +39,7 @@ def read_value(how: str, value: object) -> object:
         return _READ[kind](value)
     match kind:
         case "int":
-            number = _number(value)
-            if number != int(number):
-                raise ValueError("a whole number")
-            return int(number)
+            return _whole(value)
         case "num":
             return _number(value)
         case "flag":
@@ -119,6 +116,13 @@ def _number(value: object) -> float:
     return found
 
 
+def _whole(value: object) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise ValueError("a whole number")
+    return int(number)
+
+
 def _modules(value: object) -> list[int]:
     """Decoder layers of each stage, out of the names of its modules."""
     stages = value if isinstance(value, list) and value and all(isinstance(s, list) for s in value) else [[]]
@@ -192,10 +196,7 @@ def _nodes(value: object) -> int:
     least, colon, most = str(value).partition(":")
     if colon and least != most:
         raise ValueError("one number of nodes: a run may have any between them")
-    number = _number(least)
-    if number != int(number):
-        raise ValueError("a whole number")
-    return int(number)
+    return _whole(least)
 
 
 _READ: Mapping[str, Callable[[object], object]] = {

@@ -8,9 +8,7 @@ from ir.core.grid import quantised
 from ir.core.ops import Pass
 from ir.core.order import FloatArray
 from ir.graph.graph import Graph
-from piper_sim.pricing.structure import (
-    CostShare,
-)
+from piper_sim.pricing.structure import CostShare
 
 
 def scaled_to_stage_times(

@@ -24,7 +24,6 @@ class ModelKeyType(StrEnum):
     held: Any
 
     def __new__(cls, text: str, held: Any) -> Self:
-        """One kind."""
         kind = str.__new__(cls, text)
         kind._value_, kind.held = text, held
         return kind

@@ -69,10 +69,7 @@ def raw_config(name_or_path: str) -> dict[str, object]:
 
 
 def config_from(
-    raw: Mapping[str, object],
-    source: str,
-    overrides: Mapping[str, object] | None = None,
-    beside: Collection[str] = (),
+    raw: Mapping[str, object], source: str, overrides: Mapping[str, object] | None = None, beside: Collection[str] = ()
 ) -> ModelConfig:
     """The same from a config already in memory. `source` names it in errors.
 

@@ -274,7 +274,6 @@ class ModelConfig:
 
     @property
     def names(self) -> ParamNames:
-        """How its family spells its parameters."""
         return names_of(self.model_type)
 
     @property

@@ -49,7 +49,6 @@ class ModelValues:
         return float(value) if key is not None and key.holds in _NUMBERS and value is not None else value  # type: ignore[arg-type]
 
     def size(self, name: str) -> int:
-        """An integer."""
         value = self.get(name)
         assert isinstance(value, int), name
         return value
@@ -60,7 +59,6 @@ class ModelValues:
         return value if isinstance(value, int) else other
 
     def number(self, name: str) -> float:
-        """A number."""
         value = self.get(name)
         assert isinstance(value, (int, float)), name
         return float(value)

@@ -20,8 +20,7 @@ def main(args: argparse.Namespace) -> int:
         p = predict(job)
         text = plan_text(p.plan)
     directives = directives_json(p.prepared.strategy)
-    if args.out is not None:
-        write(args.out, {"plan.txt": text, "strategy.json": dumps(directives)}, args.force)
+    write(args.out, {"plan.txt": text, "strategy.json": dumps(directives)}, args.force)
     if args.json:
         programs = {str(r): p.plan.texts[a:b] for r, (a, b) in enumerate(pairwise(p.plan.bounds.tolist()))}
         print_json(

@@ -80,7 +80,6 @@ def _tell(out: Path | None, events: StepEvents | None, predicted: Mapping[str, A
 
 
 def _show(found: dict[str, Any]) -> None:
-    """What people read."""
     steps = zip(found["losses"] or (), found["grad_norms"] or (), strict=True)
     for step, (loss, norm) in enumerate(steps, found["first_step"]):
         print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")

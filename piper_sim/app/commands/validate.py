@@ -106,7 +106,6 @@ def _rows(pairs: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def _show(v: PlanValidation) -> None:
-    """What people read."""
     found, p = v.found, v.prediction
     print("predicted")
     show_timeline(p.last_step)

@@ -42,7 +42,6 @@ class DeviceCheck:
     error: PiperError | None = None
 
     def object(self) -> dict[str, object]:
-        """As JSON has it."""
         out: dict[str, object] = {"name": self.name, "colour": str(self.colour), "seconds": round(self.seconds, 3)}
         out["found"] = dict(self.found)
         if self.error is not None:

@@ -32,7 +32,6 @@ class RejectedJob:
     reason: str
 
     def to_dict(self) -> Object:
-        """As the JSON has it."""
         return {"changes": dict(self.changes), "kind": str(self.kind), "reason": self.reason}
 
 

@@ -1,21 +1,21 @@
 """What a search found: the best, the front, and why everything else is not there."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ir.core.errors import PiperError
 from ir.job import Job
+from ir.job.table import job_toml
 from piper_sim.pricing.prepare import hardware_of
+from piper_sim.study.inputs import named_files
 from piper_sim.study.predict import planned
-from piper_sim.study.search.evaluate import (
-    JobRefusal,
-    RejectedJob,
-)
-from piper_sim.study.search.space import Changes
+from piper_sim.study.search.evaluate import JobRefusal, RejectedJob
+from piper_sim.study.search.space import Changes, replaced
 from piper_sim.study.simulate import Object, less_measured
 
 MOST_REJECTED = 1000
@@ -105,3 +105,15 @@ def front(points: Iterable[tuple[float, float, int]]) -> list[tuple[float, float
 def said(changes: Changes) -> str:
     """Changes in a line."""
     return ", ".join(f"{k} = {v}" for k, v in changes.items()) or "the job itself"
+
+
+def winner_toml(found: JobSearchResult, folder: str) -> str:
+    """The text of a job file in a folder that simulates to `found.best`. `[search]` is left out: it has been done."""
+    assert found.best is not None
+    job = found.job
+    job = replace(replaced(job, found.best["changes"]), search=type(job.search)())
+    for key, file in named_files(job).items():
+        section, name = key.split(".")
+        here = os.path.relpath(file.path, folder) + file.function
+        job = replace(job, **{section: replace(getattr(job, section), **{name: here})})
+    return job_toml(job)

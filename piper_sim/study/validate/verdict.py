@@ -113,7 +113,6 @@ def half(values: Sequence[float], weights: Sequence[float]) -> float | None:
 
 
 def _memory(predicted: Sequence[int], found: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """By rank."""
     pairs = {r: (predicted[int(r)], size) for r, size in found.items()}
     return {r: {"predicted_bytes": a, "measured_bytes": b, "error": error(a, b)} for r, (a, b) in pairs.items()}
 

@@ -44,10 +44,7 @@ class ScheduleEvaluation:
 
 
 def evaluate(
-    orders: Sequence[Order],
-    placements: Sequence[StagePlacement],
-    times: OpTimes = OpTimes(),
-    fb: float | None = None,
+    orders: Sequence[Order], placements: Sequence[StagePlacement], times: OpTimes = OpTimes(), fb: float | None = None
 ) -> ScheduleEvaluation:
     """Time and memory of complete orders; refuses incomplete ones and deadlocks.
 

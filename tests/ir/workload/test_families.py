@@ -102,12 +102,7 @@ def counted(raw, tokens):
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForPreTraining,
-        AutoModelForSeq2SeqLM,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoModelForSeq2SeqLM
 
     others = {**dict.fromkeys(ENCODERS, AutoModelForMaskedLM), "megatron-bert": AutoModelForPreTraining}
     others |= dict.fromkeys(TOWERS, AutoModelForSeq2SeqLM)
