@@ -93,8 +93,7 @@ def _rows(path: str, table: object, number: int, ahead: float) -> list[Row]:
             compute[max(step, 0)].append((begin + ahead, end + ahead, name.get((begin, end), UNNAMED)))
     if not rows and not compute:
         message = f"no GPU kernel in it{', in any of its steps' if steps else ''}"
-        fix = "profile with ProfilerActivity.CUDA"
-        raise PiperError(ErrorKind.JOB, message, file=path, key="--trace", allowed="kernels of a GPU", suggestion=fix)
+        raise job_error("--trace", message, "profile with ProfilerActivity.CUDA", "kernels of a GPU", file=path)
     for step, spans in compute.items():
         seen: dict[str, int] = defaultdict(int)
         for begin, end, op in _joined(spans):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from cost_models import DeviceHardware
-from ir.core.errors import PiperError, job_error
+from ir.core.errors import PiperError, job_error, usage_error
 from ir.job import Job
 from ir.job.load import no_job
 from piper_sim.pricing.prepare import hardware_of
@@ -67,7 +67,7 @@ def search(
         raise no_job(job)
     for key, value, kinds, least in (("--workers", workers, int, 1), ("--budget", budget_s, (int, float), 0)):
         if not (isinstance(value, kinds) and value >= least):
-            raise PiperError(ErrorKind.USAGE, f"{value!r}", key=key, allowed=f"{least} or more")
+            raise usage_error(key, f"{value!r}", allowed=f"{least} or more")
     if job.search.objective == "cost" and job.cluster.price is None:
         raise job_error("cluster.price", "no price", "price = 2.5, of one GPU for an hour", file=job.file)
     began, hardware = time.monotonic(), hardware_of(job)

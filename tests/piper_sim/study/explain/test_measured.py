@@ -181,9 +181,9 @@ def test_only_steps_that_all_ranks_have_are_explained() -> None:
 
     found = explain_traces([trace(0, range(5)), trace(1, [2])])
     assert (found.iteration_s, list(found.idle)) == (5.0, ["0", "1"])
-    with pytest.raises(PiperError, match="no step has all ranks: step 0 lacks rank 1") as caught:
-        explain_traces([trace(0, [0, 1]), trace(1, [2, 3])])
-    assert caught.value.suggestion == "traces of the same steps of one run"
+    alien = [trace(0, [0, 1]), trace(1, [2, 3])]
+    error = refusal(explain_traces, alien, match="no step has all ranks: step 0 lacks rank 1")
+    assert error.suggestion == "traces of the same steps of one run"
 
 
 def test_what_ranks_wait_for_between_two_steps_is_in_the_step() -> None:
@@ -239,9 +239,7 @@ def test_a_file_without_kernels_is_named_not_left_out(tmp_path: Path) -> None:
     for rank, path in enumerate(paths):
         events = [note("ProfilerStep#5", 0, 500), *kernel("gemm", 20, 100, 10 if rank == 0 else 900)]
         Path(path).write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": rank}}))
-    with pytest.raises(PiperError, match="no GPU kernel in it, in any of its steps") as caught:
-        read_traces(paths)
-    assert caught.value.file == paths[1]
+    assert refusal(read_traces, paths, match="no GPU kernel in it, in any of its steps").file == paths[1]
 
 
 def test_times_since_1970_keep_their_nanoseconds(tmp_path: Path) -> None:
