@@ -62,8 +62,9 @@ def asked_of(args: argparse.Namespace) -> ProfileOptions:
         args.pairs,
         args.onto,
     )
+    usual = ProfileOptions()
     given = [flag for flag, text in zip(_FLAGS, flags.values(), strict=True) if text]
-    given += ["-n"] if args.ranks is not None else []
+    given += [flag for flag, name in _MEASURING.items() if getattr(asked, name) != getattr(usual, name)]
     if asked.imports and given:
         message = f"{', '.join(given)} is for measuring, and files are read instead"
         fix = f"leave {given[0]} out; or measure first, and lay the import over that with --onto"
@@ -72,6 +73,13 @@ def asked_of(args: argparse.Namespace) -> ProfileOptions:
 
 
 _FLAGS = ("--seq-len", "--microbatch-size", "--tp")
+_MEASURING = {
+    "-n": "processes",
+    "--backend": "backend",
+    "--repeats": "repeats",
+    "--by": "by",
+    "--watchdog": "watchdog_s",
+}
 
 
 def _sizes(flag: str, text: str) -> tuple[int, ...]:

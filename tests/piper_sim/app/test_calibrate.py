@@ -43,6 +43,23 @@ def test_a_watchdog_that_waits_for_nothing_is_no_failed_rank(cli: Any, job: Any,
     assert (found.code, found.error["kind"], found.error["key"]) == (2, "usage", "--watchdog")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("-n", "2"),
+        ("--seq-len", "64"),
+        ("--repeats", "3"),
+        ("--by", "kernels"),
+        ("--backend", "nccl"),
+        ("--watchdog", "9"),
+    ],
+)
+def test_what_is_for_measuring_goes_with_no_file(cli: Any, job: Any, tmp_path: Path, flag: str, value: str) -> None:
+    found = cli("calibrate", job(), "--from-kineto", files(tmp_path)[1], flag, value)
+    assert (found.code, found.error["kind"], found.error["key"]) == (2, "usage", flag)
+    assert "is for measuring" in found.error["message"]
+
+
 def test_without_torch_files_are_read_all_the_same(cli: Any, job: Any, no_torch: None, tmp_path: Path) -> None:
     path = job(model={"config": "tiny-llama", "seq_len": 100}, parallel={"dp": 1, "ep": 1})
     nccl, trace = files(tmp_path)
