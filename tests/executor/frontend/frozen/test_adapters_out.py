@@ -1,6 +1,8 @@
 """What was trained of peft's adapters goes out as peft saves them, and is read by it."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,28 +83,36 @@ def test_names_are_those_that_peft_saves(way: str) -> None:
     }
 
 
-def run(folder: Path, capsys: pytest.CaptureFixture[str], steps: int, *flags: str, ranks: str = "4") -> Any:
+def run(folder: Path, steps: int, *flags: str, ranks: str = "4") -> None:
     usual = ["run", str(folder / "job.toml"), "-n", ranks, "--steps", str(steps), "--backend", "local", "--json"]
     assert main([*usual, *flags]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
-def trained(way: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """An adapter's folder, as a run and its user leave it."""
-    (folder / "model.py").write_text(source(way).replace("{out}", str(folder / "adapter")))
-    (folder / "job.toml").write_text(JOB)
-    run(folder, capsys, 2, "--save", str(folder / "keep"))
-    assert lister([str(folder / "keep"), "--adapter", str(folder / "adapter")]) == 0
-    assert json.loads(capsys.readouterr().out)["adapter"] == [FILE]
-    space(way)["CONFIG"].save_pretrained(folder / "adapter")
-    return folder / "adapter"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """way → a folder with a run's checkpoint, and an adapter's as the run and its user leave it."""
+
+    @cache
+    def made(way: str) -> Path:
+        folder = tmp_path_factory.mktemp("adapters")
+        (folder / "model.py").write_text(source(way).replace("{out}", str(folder / "adapter")))
+        (folder / "job.toml").write_text(JOB)
+        run(folder, 2, "--save", str(folder / "keep"))
+        assert lister([str(folder / "keep"), "--adapter", str(folder / "adapter")]) == 0
+        space(way)["CONFIG"].save_pretrained(folder / "adapter")
+        return folder
+
+    return made
 
 
 @pytest.mark.parametrize("way", ["plain", "a head beside"])
-def test_peft_reads_what_a_run_has_trained(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peft_reads_what_a_run_has_trained(
+    way: str, trained: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import PeftModel, set_peft_model_state_dict
 
-    out, made, ids = trained(way, tmp_path, capsys), space(way), torch.arange(8)[None]
+    folder, made, ids = trained(way), space(way), torch.arange(8)[None]
+    out = folder / "adapter"
     with quiet():
         untrained = made["build"]()
         found = PeftModel.from_pretrained(made["base"](), str(out))
@@ -110,27 +120,33 @@ def test_peft_reads_what_a_run_has_trained(way: str, tmp_path: Path, capsys: pyt
         set_peft_model_state_dict(untrained, load_file(out / FILE))
         assert torch.equal(found(input_ids=ids).logits, untrained(input_ids=ids).logits)
         assert not torch.equal(found(input_ids=ids).logits, begun)
-    assert lister([str(tmp_path / "keep"), "--adapter", str(out)]) == 2
+    assert sorted(p.name for p in out.iterdir() if p.suffix == ".safetensors") == [FILE]
+    assert capsys.readouterr() and lister([str(folder / "keep"), "--adapter", str(out)]) == 2
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_with_an_adapter(
+    trained: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Which build() reads, beside the files of what it is put in, or with all values."""
     from peft import PeftModel
 
-    made = trained("plain", tmp_path, capsys)
+    made = trained("plain")
     data = MicrobatchLoader("synthetic", vocab=VOCAB, length=8, microbatches=2)
     with quiet():
-        model = PeftModel.from_pretrained(space("plain")["base"](), str(made))
+        model = PeftModel.from_pretrained(space("plain")["base"](), str(made / "adapter"))
         save_file({n: p.detach() for n, p in space("plain")["base"]().named_parameters()}, tmp_path / WHOLE)
         wanted = 0.0
         for batch in (data.batch(0, 0, mb) for mb in range(2)):
             logits = model(input_ids=batch.ids).logits.flatten(0, 1)
             wanted += float(F.cross_entropy(logits, batch.labels.flatten(), reduction="sum")) * batch.scale
+    (tmp_path / "model.py").write_text((made / "model.py").read_text())
     (tmp_path / "job.toml").write_text(JOB.replace(":build", ":goes_on").replace("dp = 2", "dp = 1"))
     given = "--set", f'model.weights="{tmp_path / WHOLE}"', "--set", 'model.drawn=["*.lora_*"]'
     for more in ((), given):
-        assert run(tmp_path, capsys, 1, *more, ranks="2")["losses"] == pytest.approx([wanted], rel=1e-6)
+        assert capsys.readouterr()
+        run(tmp_path, 1, *more, ranks="2")
+        assert json.loads(capsys.readouterr().out)["losses"] == pytest.approx([wanted], rel=1e-6)
 
 
 @pytest.mark.parametrize(
