@@ -91,7 +91,8 @@ def cast_spans(graph: Graph) -> tuple[IntArray, IntArray, IntArray]:
     """When copies are held: ([node] 1 where a microbatch begins to hold its part's, -1 where it ends, [node] the part,
     [part] bytes). Parts are those of `weight_casts`, in its order.
     """
-    casts, again = weight_casts(graph), recomputed(graph)
+    casts = weight_casts(graph)
+    again = recomputed(graph) if casts else frozenset()
     number = {key: i for i, key in enumerate(casts)}
     turns, parts = np.zeros((2, len(graph.nodes)), dtype=np.int64)
     for i, n in enumerate(graph.nodes) if casts else ():
