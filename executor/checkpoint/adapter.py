@@ -11,8 +11,8 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import DType
 
 FILE = "adapter_model.safetensors"
-_FACTOR = re.compile(r"(?P<at>.+\.lora_(?P<what>\w+))\.(?P<adapter>[^.]+)(?P<leaf>\.\w+)?")
-_COPY = re.compile(r"(?P<at>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<leaf>\..+)")  # trained in another's place
+_FACTOR = re.compile(r"(.+\.lora_\w+)\.([^.]+)(\.\w+)?")  # where, the adapter's name, what of it
+_COPY = re.compile(r"(.+)\.modules_to_save\.([^.]+)(\..+)")  # trained in another's place
 
 
 def write_adapter(folder: Path, manifest: CheckpointManifest, out: Path, dtype: DType) -> list[str]:
@@ -42,7 +42,7 @@ def _named(name: str) -> tuple[str, str] | None:
     >>> _named("base_model.model.lm_head.modules_to_save.default.weight")
     ('base_model.model.lm_head.weight', 'default')
     """
-    if (found := _COPY.fullmatch(name)) is None and (found := _FACTOR.fullmatch(name)) is None:
+    if (found := _COPY.fullmatch(name) or _FACTOR.fullmatch(name)) is None:
         return None
-    leaf = "" if "what" in found.groupdict() and found["what"] == "magnitude_vector" else found["leaf"] or ""
-    return found["at"] + leaf, found["adapter"]
+    at, adapter, leaf = found.groups(default="")
+    return at + ("" if at.endswith(".lora_magnitude_vector") else leaf), adapter

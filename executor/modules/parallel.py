@@ -143,7 +143,7 @@ class _Outputs(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         weights, dx = ctx.saved_tensors, None
         for dy, w in zip(dys, weights, strict=True):
-            flat, w = dy.flatten(0, -2), (w.t() if ctx.flipped else w).to(dy.dtype)
+            flat, w = dy.flatten(0, -2), w.t() if ctx.flipped else w
             dx = flat @ w if dx is None else dx.addmm_(flat, w)
         assert dx is not None
         dx = _returned(dx.view(*dys[0].shape[:-1], -1), ctx.region)
@@ -188,14 +188,13 @@ class _Both(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool) -> Tensor:
-    weight = weight.to(x.dtype)
-    return F.linear(x, weight.t() if flipped else weight, None if bias is None else bias.to(x.dtype))
+    return F.linear(x, weight.t() if flipped else weight, bias)
 
 
 def columns(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], region: RankRegion, *, flipped: bool = False
 ) -> list[Tensor]:
-    """x Wᵀ + b for linears cut by output that read the same x, which enters the region once.
+    """x Wᵀ + b for linears cut by output that read the same x, in its format, which enters the region once.
 
     x: (…, this rank's tokens, features). One function of several weights: `executor.autograd.split` sees it as such.
     """
