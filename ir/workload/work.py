@@ -9,8 +9,8 @@ from ir.core.work import DType
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Chunk, ExpertMessages, Part, PartLayout, PartWork, PlacedPart
 from ir.workload.parts import ends, moe
-from ir.workload.parts.attention import attention as attention_work
-from ir.workload.parts.cross import cross
+from ir.workload.parts.attention.attention import attention as attention_work
+from ir.workload.parts.attention.cross import cross
 from ir.workload.parts.mixer import mixer
 from ir.workload.parts.mlp import mlp, shared
 from ir.workload.setting import (

@@ -1,49 +1,25 @@
 """The part "attn": input norm, projections, attention, output projection, residual; ordinary heads or MLA."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ir.core.ops import Pass
 from ir.core.work import Work
 from ir.workload.config.spec import AttentionNormKind, NormLayerKind
-from ir.workload.part import PartCollective, PartWork, SavedBuffer
+from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.attention_core import AttentionCore
+from ir.workload.parts.attention.context import context
+from ir.workload.parts.attention.core import AttentionCore
+from ir.workload.parts.attention.latent import latent
+from ir.workload.parts.attention.projection import AttentionProjection
 from ir.workload.parts.kernels import LinearKernel
-from ir.workload.parts.region import all_reduce, context, enter
-from ir.workload.parts.residual import branch, normed, residual, stats, written
+from ir.workload.parts.residual import branch, residual, written
 from ir.workload.setting import AttentionKind, PartSetting
-
-
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    """How queries, keys and values come out of the normed input. backward: their gradients to the input norm's.
-
-    enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
-    passes: of what no linear reads. widest: features of the largest transient. sums: fp32 numbers per token that norms
-    over all heads sum over the region.
-    """
-
-    forward: Work
-    backward: Work
-    linears: tuple[LinearKernel, ...]
-    saved: tuple[SavedBuffer, ...]
-    enters: tuple[int, ...]
-    widest: int
-    model_flops: int
-    passes: int = 0
-    sums: int = 0
-
-    def inline(self, s: PartSetting) -> tuple[PartCollective, ...]:
-        """Each tensor crosses by itself, as in Megatron."""
-        crosses = [m for features in self.enters for m in enter(s, features)]
-        sums = tuple(all_reduce(when, 4 * self.sums * s.tokens) for when in (Pass.F, Pass.I) if self.sums)
-        return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()), *sums)
 
 
 def attention(s: PartSetting) -> PartWork:
     """Work of the part, for either kind of attention."""
     c, core = s.config, AttentionCore.of(s)
-    p = _latent(s, core) if c.mla else _heads(s, core)
+    p = latent(s, core) if c.mla else _heads(s, core)
     h, size = c.hidden, s.tokens * s.wide
     out = LinearKernel("o_proj", s.tokens, h, core.out_features)
     later = size * core.out_features + s.stream * h * s.wide
@@ -88,7 +64,7 @@ def _second_out(s: PartSetting, out: LinearKernel) -> Work:
     return () if s.config.mla and s.config.mla.q_rank else (out.forward(s),)
 
 
-def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
+def _heads(s: PartSetting, core: AttentionCore) -> AttentionProjection:
     """Multi-head or grouped-query attention: one fused product for q, k and v."""
     c, h = s.config, s.config.hidden
     gate = core.out_features if c.form.attn_gate else 0
@@ -100,7 +76,7 @@ def _heads(s: PartSetting, core: AttentionCore) -> _Projection:
     if c.qk_norm:
         ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *ready)
         back = (*back, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
-    return _Projection(
+    return AttentionProjection(
         forward=(qkv.forward(s), *ready),
         backward=(*back, *k.input_grad(s, qkv)),
         linears=(qkv,),
@@ -136,53 +112,6 @@ def _queries_keys(s: PartSetting, core: AttentionCore, ready: Work) -> tuple[Sav
     return (*before, *kept, stats, SavedBuffer("qk", q + key, Pass.I, ("norm", "operators"), ready))
 
 
-def _latent(s: PartSetting, core: AttentionCore) -> _Projection:
-    """Multi-head latent attention: queries and keys/values through low-rank projections, each with a norm inside.
-
-    The down-projections run on the residual stream's tokens, uncut; their narrow outputs enter the parallel region.
-    """
-    mla, h = s.config.mla, s.config.hidden
-    assert mla is not None
-    narrow = mla.kv_rank + mla.rope_dim
-    both = core.heads * (mla.nope_dim + mla.v_dim)
-    downs: tuple[LinearKernel, ...] = (LinearKernel("kv_a_proj", s.stream, narrow, h),)
-    ups = (LinearKernel("q_proj", s.tokens, core.q_features, h), LinearKernel("kv_b_proj", s.tokens, both, mla.kv_rank))
-    if mla.q_rank:
-        downs = (LinearKernel("q_a_proj", s.stream, mla.q_rank, h), *downs)
-        ups = (LinearKernel("q_b_proj", s.tokens, core.q_features, mla.q_rank), ups[1])
-    ranks = s.stream * (mla.q_rank + mla.kv_rank)
-    up = (*k.forward(s, *ups), *_latent_rope(s, core))
-    # "operators" makes every second product again: the up-projections, or where queries have one product alone, the
-    # keys' and values' way down.
-    second = ("up_projection", "operators") if mla.q_rank else ("up_projection",)
-    down = () if mla.q_rank else (("operators",), k.forward(s, *downs))
-    return _Projection(
-        forward=(
-            *k.forward(s, *downs),
-            k.norm_forward(s, "latent_norm", ranks),
-            *k.cast(s, "latent", ranks),
-            *up,
-        ),
-        backward=(
-            *_latent_rope(s, core),
-            *k.input_grad(s, *ups),
-            k.norm_backward(s, "latent_norm_backward", ranks),
-            *k.input_grad(s, *downs),
-        ),
-        linears=(*ups, *downs),
-        saved=(
-            SavedBuffer("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I, *down),
-            normed(s, "latent_normed", ranks),
-            stats(s, "latent_norm_stats", 2 if mla.q_rank else 1),
-            SavedBuffer("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, second, up),
-        ),
-        enters=(mla.q_rank or h, mla.kv_rank),
-        widest=both,
-        model_flops=_latent_projections(s),
-        passes=mla.rope_dim,
-    )
-
-
 def _stored(s: PartSetting, label: str, core: AttentionCore) -> Work:
     """The way into and out of the 12-bit format that `_context_saved` keeps."""
     return k.store(s, label, s.tokens * core.out_features, 1.5) if s.fp8 and s.config.mla else ()
@@ -213,20 +142,3 @@ def _gate_saved(s: PartSetting, core: AttentionCore) -> tuple[SavedBuffer, ...]:
     """The gate, and attention's output before it."""
     n = s.tokens * core.out_features * s.wide
     return (SavedBuffer("gate", n, Pass.I), SavedBuffer("ungated", n, Pass.I)) if s.config.form.attn_gate else ()
-
-
-def _latent_rope(s: PartSetting, core: AttentionCore) -> Work:
-    """Rope on the queries' last features, and the keys put together from their two pieces."""
-    mla = s.config.mla
-    assert mla is not None
-    rope = k.copies(s, "rope", s.tokens * (core.heads + 1) * mla.rope_dim)
-    return (rope, k.copies(s, "join_keys", s.tokens * core.heads * mla.qk_dim))
-
-
-def _latent_projections(s: PartSetting) -> int:
-    c, mla = s.config, s.config.mla
-    assert mla is not None
-    q = c.heads * mla.qk_dim
-    query = mla.q_rank * (c.hidden + q) if mla.q_rank else c.hidden * q
-    key_value = c.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * c.heads * (mla.nope_dim + mla.v_dim)
-    return 2 * s.shape.tokens * (query + key_value)

@@ -3,7 +3,7 @@
 from ir.core.ops import Pass
 from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
-from ir.workload.parts.attention_core import AttentionCore
+from ir.workload.parts.attention.core import AttentionCore
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import enter
 from ir.workload.parts.residual import branch

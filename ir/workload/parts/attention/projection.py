@@ -1,0 +1,36 @@
+"""What an attention part makes of its input before scores, and of their gradients behind them."""
+
+from dataclasses import dataclass
+
+from ir.core.ops import Pass
+from ir.core.work import Work
+from ir.workload.part import PartCollective, SavedBuffer
+from ir.workload.parts.kernels import LinearKernel
+from ir.workload.parts.region import all_reduce, enter
+from ir.workload.setting import PartSetting
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProjection:
+    """How queries, keys and values come out of the normed input. backward: their gradients to the input norm's.
+
+    enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
+    passes: of what no linear reads. widest: features of the largest transient. sums: fp32 numbers per token that norms
+    over all heads sum over the region.
+    """
+
+    forward: Work
+    backward: Work
+    linears: tuple[LinearKernel, ...]
+    saved: tuple[SavedBuffer, ...]
+    enters: tuple[int, ...]
+    widest: int
+    model_flops: int
+    passes: int = 0
+    sums: int = 0
+
+    def inline(self, s: PartSetting) -> tuple[PartCollective, ...]:
+        """Each tensor crosses by itself, as in Megatron."""
+        crosses = [m for features in self.enters for m in enter(s, features)]
+        sums = tuple(all_reduce(when, 4 * self.sums * s.tokens) for when in (Pass.F, Pass.I) if self.sums)
+        return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()), *sums)
