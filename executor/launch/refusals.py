@@ -1,8 +1,11 @@
 """What `piper-sim run` does not execute yet, refused before any process starts. What is not in here, runs."""
 
+import json
 import os
+import re
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from ir.graph.sync import buckets
 from ir.job.build import PreparedJob, blaming, precision_of
 from ir.job.recompute import recompute_options
 from ir.verify.queues import DeviceQueues, check_device
+from ir.workload.config.keys import TYPES
 
 COMPUTE = (DType.FP64, DType.FP32, DType.BF16)
 
@@ -108,7 +112,8 @@ def _refuse_balance(prepared: PreparedJob) -> None:
     """What a sequence sends to each expert is not known where no rank has all of it."""
     moe, sizes = prepared.config.moe, prepared.mesh.sizes
     if moe is not None and moe.balance and sizes["tp"] * sizes["cp"] > 1:
-        key = "aux_loss_alpha" if prepared.config.model_type.startswith("deepseek") else "router_aux_loss_coef"
+        keys = TYPES.get(prepared.config.model_type, {})
+        key = "aux_loss_alpha" if "aux_loss_alpha" in keys else "router_aux_loss_coef"
         raise _not_yet("an auxiliary loss of sequences that several ranks share", f"model.{key}", "0")
 
 
@@ -137,7 +142,19 @@ def refuse_module(prepared: PreparedJob) -> None:
     idle = model.idle if isinstance(model, UserModel) else ()
     if decayed := [n for n in idle if decay_of(optimizer, n)]:
         message = f"{decayed[0]} would decay, though no gradient reaches it; torch leaves such a parameter as it is"
-        raise job_error("optimizer.no_decay", message, f'no_decay = ["{decayed[0]}"]', "a pattern that names it")
+        said = [*optimizer.no_decay, *_patterns(decayed, prepared)]
+        fix = f"no_decay = [{', '.join(map(json.dumps, said))}]"
+        raise job_error("optimizer.no_decay", message, fix, "patterns that name all such")
+
+
+def _patterns(names: Sequence[str], prepared: PreparedJob) -> list[str]:
+    """Of these names and no other parameter: one for all layers where that is so, else the names themselves."""
+    every = {p.name for e in prepared.base.entries for p in e.part.params}
+    found: dict[str, None] = {}
+    for name in names:
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        found[pattern if {n for n in every if fnmatchcase(n, pattern)} <= set(names) else name] = None
+    return list(found)
 
 
 def _refuse_nccl(ranks: int, real: bool, bound: bool) -> None:

@@ -66,9 +66,8 @@ class ExpertRouter(nn.Module):
         self.moe, self.layer, self.guide = moe_of(c), layer, guide or ExpertRouterGuide()
         self.norm = NormLayer(c, make, f"{prefix}post_attention_layernorm", c.hidden)
         self.weight = make(f"{prefix}mlp.gate.weight", self.moe.experts, c.hidden)
-        self.by_two = c.model_type == "deepseek_v3"  # a group of experts counts by its best two
-        corrected = self.moe.scoring == "sigmoid"
-        bias = make.buffer(f"{prefix}mlp.gate.{BIAS}", self.moe.experts) if corrected else None
+        self.by_two = self.moe.scoring == "sigmoid"  # a group of experts counts by its best two
+        bias = make.buffer(f"{prefix}mlp.gate.{BIAS}", self.moe.experts) if self.by_two else None
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,7 +100,8 @@ def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     if not config.attends(layer):
         return ()
     own = p.distances(config, prefix) if layer in (0, config.encoder) else ()
-    attn = Part("attn", (reads,), keeps, (*p.attention(config, prefix), *own))
+    params, still = (*p.attention(config, prefix), *own), p.indexer(config, prefix, layer)
+    attn = Part("attn", (reads,), keeps, params, frozen=still)
     if not config.encoder or config.encodes(layer):
         return (attn,)
     # Keys and values are of the encoder's output, which their weights' gradients read again.

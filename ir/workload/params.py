@@ -160,6 +160,22 @@ def _mla(config: ModelConfig, prefix: str) -> Params:
     return params + linear(c, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, column=False, bias=c.out_bias)
 
 
+def indexer(config: ModelConfig, prefix: str, layer: int) -> Params:
+    """What picks the keys of attention, whole on every device. Nothing trains it: no gradient of the tokens' loss
+    reaches what is picked (transformers' class asks for none; DeepSeek's own training adds a loss of its own).
+    """
+    found, mla, at = config.indexer, config.mla, f"{prefix}self_attn.indexer."
+    if found is None or mla is None or found.at(layer).taken:
+        return ()
+    return (
+        whole(f"{at}wq_b.weight", found.heads * found.dim, mla.q_rank),
+        whole(f"{at}wk.weight", found.dim, config.hidden),
+        whole(f"{at}k_norm.weight", found.dim),
+        whole(f"{at}k_norm.bias", found.dim),
+        whole(f"{at}weights_proj.weight", found.heads, config.hidden),
+    )
+
+
 def post_norm(config: ModelConfig, prefix: str) -> Params:
     """The norms of a layer's MLP; none where it reads attention's."""
     return () if config.form.parallel == 1 else _branch(config, prefix, config.names.mlp_norm, "mlp_out_norm")

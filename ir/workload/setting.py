@@ -181,6 +181,12 @@ class PartSetting:
         """Whether matrix products run in fp8."""
         return self.precision.compute is DType.FP8
 
+    @property
+    def picked(self) -> int:
+        """Keys that a query attends to at most, where an indexer picks them and kernels read no others; 0: any."""
+        indexer, reads_all = self.config.indexer, self.style.masked or self.attention is AttentionKind.UNFUSED
+        return 0 if indexer is None or reads_all else indexer.top_k
+
     def cached(self, elements: int) -> int:
         """Bytes of a linear's input (or output gradient) as its weight gradient reads it.
 
@@ -286,6 +292,9 @@ def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape
         # Without it every tp rank holds the same tokens and would send each of them; Megatron refuses it too.
         message = "experts with tp > 1 need sequence parallelism"
         raise job_error("parallel.sequence_parallel", message, "true", "true")
+    if config.indexer and layout.cp_heads:
+        message = "keys are picked for a query, not for a head: ranks cannot divide heads of whole sequences"
+        raise job_error("parallel.cp_comm", message, "all_gather", "all_gather")
     for key in ("seq_len", "encoder_seq_len"):
         if config.positions and (given := getattr(shape, key)) > config.max_positions:
             message = f"{given} tokens, but {config.source} has learned positions for {config.max_positions}"

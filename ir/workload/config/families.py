@@ -1,12 +1,13 @@
 """What several keys of a config say together, by model type: a row of `forms.toml` with that worked out."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ir.core.errors import nearest
 from ir.workload.config.keys import INERT, INSIDE, ROWS, fits
 from ir.workload.config.mixers import EXPERTS, blocks
-from ir.workload.config.spec import ExpertConfig, LatentAttention, NormLayerKind
+from ir.workload.config.spec import AttentionIndexer, ExpertConfig, LatentAttention, NormLayerKind
 from ir.workload.config.values import ModelValues
 
 Row = Mapping[str, Any]
@@ -139,8 +140,8 @@ def _granite_hybrid(v: ModelValues, row: Row) -> Row:
 
 def _latent(v: ModelValues) -> LatentAttention:
     """Ranks and head sizes of latent attention."""
-    sizes = (v.size(f"{x}_head_dim") for x in ("qk_nope", "qk_rope", "v"))
-    return LatentAttention(v.size_or("q_lora_rank", 0), v.size("kv_lora_rank"), *sizes)
+    nope, rope, values = (v.size(f"{x}_head_dim") for x in ("qk_nope", "qk_rope", "v"))
+    return LatentAttention(v.size_or("q_lora_rank", 0), v.size("kv_lora_rank"), nope, rope, values)
 
 
 def _deepseek(v: ModelValues, row: Row) -> Row:
@@ -156,6 +157,31 @@ def _deepseek(v: ModelValues, row: Row) -> Row:
     return {**row, "mla": mla, "head_dim": mla.qk_dim, "moe": {**row["moe"], **groups}}
 
 
+def _indexed(v: ModelValues, row: Row) -> Row:
+    """DeepSeek's sparse attention: an indexer in each layer, or in some (GLM-5.2), whose picks those behind share."""
+    found = _deepseek(v, row)
+    mla: LatentAttention = found["mla"]
+    heads, dim, top = (v.size(f"index_{key}") for key in ("n_heads", "head_dim", "topk"))
+    if dim < mla.rope_dim:
+        message = f"{dim} features, of which qk_rope_head_dim = {mla.rope_dim} are turned"
+        v.refuse("index_head_dim", message, allowed=f"{mla.rope_dim} or more")
+    return {**found, "mla": replace(mla, indexer=AttentionIndexer(heads, dim, top, _shared_picks(v)))}
+
+
+def _shared_picks(v: ModelValues) -> frozenset[int]:
+    """Layers that attend to what the layer before them picked."""
+    if "indexer_types" not in v.table:
+        return frozenset()
+    layers, given = v.size("num_hidden_layers"), v.get("indexer_types")
+    assert given is None or isinstance(given, (list, tuple))
+    every, ahead = v.size("index_topk_freq"), v.size_or("index_skip_topk_offset", 0)
+    kinds = given or ["shared" if max(i - ahead + 1, 0) % every else "full" for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
+        message = f"{len(kinds)} kinds for {layers} layers, of which the first is {kinds[0]!r}"
+        v.refuse("indexer_types", message, allowed=f'{layers} of "full" and "shared", "full" first')
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "shared")
+
+
 _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "megatron": _megatron,
     "gpt_bigcode": _shared_keys,
@@ -168,7 +194,8 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "deepseek_v2": _deepseek,
     "nemotron_h": _hybrid,
     "granitemoehybrid": _granite_hybrid,
-    "deepseek_v3": _deepseek,
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _deepseek),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _indexed),
 }
 
 

@@ -127,7 +127,8 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             slides = [i not in _listed(v, n) for i in range(n)]
         case _:
             slides = [bool(size)] * n
-    given = layer_kinds(v, n, (FULL, other)) if "layer_types" in v.table and "mixer" not in row else None
+    said_of_layers = "mixer" not in row and "layer_types" in v.table and v.table["layer_types"].is_read
+    given = layer_kinds(v, n, (FULL, other)) if said_of_layers else None
     if given is not None:
         read = mode not in (None, "all", "local")
         if not read and (odd := [k for k, s in zip(given, slides, strict=True) if (k != FULL) is not s]):
@@ -216,6 +217,15 @@ def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
             # transformers' classes leave moe_layer_freq out: all published models have 1. DeepSeek's own code has it.
             first, every = v.size("first_k_dense_replace"), v.size_or("moe_layer_freq", 1)
             return frozenset(i for i in range(layers) if i < first or i % every)
+        case "kinds":
+            given = v.get("mlp_layer_types")
+            assert given is None or isinstance(given, (list, tuple))
+            first = v.size_or("first_k_dense_replace", 0)
+            kinds = list(given or ["dense"] * min(first, layers) + ["sparse"] * (layers - first))
+            if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+                message = f"{len(kinds)} kinds for {layers} layers, of {', '.join(map(repr, sorted(set(kinds))))}"
+                v.refuse("mlp_layer_types", message, allowed=f'{layers} of "dense" and "sparse"')
+            return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
         case "step":  # a layer is sparse unless listed, where (layer + 1) % step == 0
             only, step = v.get("mlp_only_layers") or (), v.size("decoder_sparse_step")
             assert isinstance(only, (list, tuple))
@@ -239,7 +249,7 @@ def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
     """With the rotary embedding, where there is one."""
     if not base.rope or base.positions or base.form.embed_norm:
         return replace(base, rope=False)
-    if row["run"]:  # which turns by these angles
+    if row["run"] or base.indexer:  # which turns by these angles
         dim = base.mla.rope_dim if base.mla else base.head_dim
         rope = read_rope(v, dim, partial=bool(row.get("partial")), latent=base.mla is not None)
         turned = replace(base, rope_theta=rope.theta, rope_scaling=rope.scaling, rope_share=rope.share)

@@ -106,10 +106,28 @@ LLAMA_FORM = LayerForm()
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionIndexer:
+    """What picks the keys that a query attends to (DeepSeek-V3.2's sparse attention): heads, features of each, keys for
+    each query. No loss of ours trains it. shared: layers that attend to what the layer before them does; taken: it is
+    one of these.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    shared: frozenset[int] = frozenset()
+    taken: bool = False
+
+    def at(self, layer: int) -> AttentionIndexer:
+        """That of one layer."""
+        return replace(self, shared=frozenset(), taken=layer in self.shared)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Multi-head latent attention: ranks of the compressed query and key/value, sizes of one head's pieces.
 
-    q_rank 0: the query is not compressed (DeepSeek-V2-Lite).
+    q_rank 0: the query is not compressed (DeepSeek-V2-Lite). indexer: queries attend to keys that it picks.
     """
 
     q_rank: int
@@ -117,11 +135,17 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     v_dim: int
+    indexer: AttentionIndexer | None = None
 
     @property
     def qk_dim(self) -> int:
         """Length of one head's query and key."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Length of the key that all heads share where scores are of compressed ones."""
+        return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +267,9 @@ class ModelConfig:
         """The same with what is true of one decoder layer: its window, its scores' scale, its rotary embedding."""
         if self.encodes(layer):
             return replace(self, encoder=0, form=replace(self.form, bidirectional=True))
+        if self.indexer is not None and self.indexer.shared:
+            assert self.mla is not None
+            return replace(self, mla=replace(self.mla, indexer=self.indexer.at(layer))).at(layer)
         if not self.windows and not self.score_by_layer and not self.form.no_rope:
             return self
         window = self.windows[layer] if self.windows else self.window
@@ -271,6 +298,11 @@ class ModelConfig:
     def is_recurrent(self, layer: int) -> bool:
         """Whether decoder layer `layer` has a recurrence in place of attention."""
         return self.mixer is not None and layer in self.mixer.layers
+
+    @property
+    def indexer(self) -> AttentionIndexer | None:
+        """What picks the keys that queries attend to, where something does."""
+        return self.mla.indexer if self.mla else None
 
     @property
     def names(self) -> ParamNames:

@@ -11,7 +11,8 @@ from ir.workload.setting import PartSetting
 class LinearKernel:
     """A linear layer on one device: `rows` tokens in (per group), `into` features to `out`. groups: experts, 0 = plain.
 
-    dtype: of the product; the job's compute format unless the layer stays in high precision (router, head).
+    dtype: of the product; the job's compute format unless the layer stays in high precision (router, head). batched:
+    its groups are one product whatever the style of experts.
     """
 
     label: str
@@ -20,6 +21,7 @@ class LinearKernel:
     into: int
     groups: int = 0
     dtype: DType | None = None
+    batched: bool = False
 
     @property
     def flops(self) -> int:
@@ -49,7 +51,7 @@ class LinearKernel:
         one = (m * k + n * k) * dtype.bytes + m * n * result_bytes
         if not self.groups:
             return Kernel(KernelKind.GEMM, self.flops, one, dtype, (m, n, k), label)
-        if not s.style.grouped:
+        if not (s.style.grouped or self.batched):
             return Kernel(KernelKind.GEMM, self.flops // self.groups, one, dtype, (m, n, k), label, self.groups)
         shape = (self.groups, m, n, k)
         return Kernel(KernelKind.GROUPED_GEMM, self.flops, self.groups * one, dtype, shape, label)

@@ -24,7 +24,7 @@ from executor.runtime.spec import PlanRun
 from executor.runtime.worker import LocalRanks, RankContext
 from ir.core.work import DType
 from ir.job import load_job
-from ir.job.build import prepare
+from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import JobRunOptions
 from ir.verify import check_plan
 from ir.workload.part import CP_COMMS
@@ -58,8 +58,8 @@ def _graph(name: str, tp: int = 1, ep: int = 0, cp: int = 1, heads: bool = False
     return str(folder / "model.json")
 
 
-def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
-    """The run's object, gradients of its last step and parameters behind it."""
+def prepared_class(name: str, *sets: str) -> PreparedJob:
+    """The job of a class, and the graph captured from it."""
     given = dict(s.split("=", 1) for s in sets)
     tp, ep, cp = (int(given.get(f"parallel.{a}", n)) for a, n in (("tp", 1), ("ep", 0), ("cp", 1)))
     heads = given.get("parallel.cp_comm") == "all_to_all"
@@ -75,7 +75,12 @@ def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
         "precision": {"compute": "fp64"},
         "optimizer": {"lr": 0.01, "weight_decay": 0.1},
     }
-    prepared = prepare(load_job(table, sets))
+    return prepare(load_job(table, sets))
+
+
+def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
+    """The run's object, gradients of its last step and parameters behind it."""
+    prepared = prepared_class(name, *sets)
     plan = prepared.plan()
     check_plan(plan)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +150,7 @@ def _alone(name: str, spoilt: bool = False, muon: str = "") -> tuple[list[float]
                 assert theirs.item() == pytest.approx(loss.item(), rel=1e-12)
             loss.backward()
             total += loss.item()
-        grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.requires_grad}
+        grads = {n: _zeros_or(p) for n, p in model.named_parameters() if p.requires_grad}
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         for leaf, whole, k in leaves:
@@ -155,6 +160,12 @@ def _alone(name: str, spoilt: bool = False, muon: str = "") -> tuple[list[float]
             optimizer.step()
     trained = {n: p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
     return losses, norms, grads, trained
+
+
+def _zeros_or(p: nn.Parameter) -> np.ndarray:
+    """A copy of its gradient: zeros where the loss does not reach it, and torch's optimizers leave it alone."""
+    found: np.ndarray = (torch.zeros_like(p) if p.grad is None else p.grad.clone()).numpy()
+    return found
 
 
 def _untie(model: Any) -> None:

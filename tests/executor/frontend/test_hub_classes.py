@@ -1,10 +1,13 @@
 """transformers' own classes, unmodified, under plans: losses, norms, gradients, parameters as by plain torch."""
 
+import json
 import random
 
 import pytest
 
-from tests.executor.frontend.class_runs import PLANS, ClassPlan, far, sets_of
+from executor.launch.refusals import refuse_module
+from tests.executor.frontend.class_runs import PLANS, ClassPlan, far, prepared_class, sets_of
+from tests.refusals import refusal
 
 
 def draws(count: int, seed: int) -> list[tuple[str, ClassPlan, str]]:
@@ -27,6 +30,25 @@ RECURRENT = [
 @pytest.mark.parametrize(("name", "plan", "recompute"), [*draws(6, 0), T5, *UNLIKE, *RECURRENT], ids=str)
 def test_a_class_as_it_is_trains_as_by_plain_torch(name: str, plan: ClassPlan, recompute: str) -> None:
     assert 0.0 <= far(name, *sets_of(plan, recompute)) <= 1e-10
+
+
+STILL = 'optimizer.no_decay=["*.indexer.*"]'  # no loss reaches what picks keys, and torch leaves it as it is
+
+
+@pytest.mark.parametrize(("name", "plan"), [("deepseek_v32", (2, 1, 0, "zb1p")), ("glm_5", (1, 2, 3, "1f1b"))])
+def test_keys_that_an_indexer_picks_are_the_same_under_every_plan(name: str, plan: ClassPlan) -> None:
+    assert 0.0 <= far(name, *sets_of(plan, "none"), STILL) <= 1e-10
+
+
+def test_a_decayed_indexer_would_be_seen_and_is_refused_with_patterns_that_name_it_and_nothing_else() -> None:
+    sets = sets_of(PLANS[0], "none")
+    assert far("deepseek_v32", *sets) > 1e-4
+    e = refusal(refuse_module, prepared_class("deepseek_v32", *sets))
+    own = "wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"
+    patterns = json.loads(str(e.suggestion).removeprefix("no_decay = "))
+    assert e.key == "optimizer.no_decay"
+    assert {p.removeprefix("model.layers.*.self_attn.indexer.") for p in patterns} == set(own)
+    refuse_module(prepared_class("deepseek_v32", *sets, f"optimizer.no_decay={json.dumps(patterns)}"))
 
 
 def test_a_tied_weight_counted_twice_would_be_seen() -> None:

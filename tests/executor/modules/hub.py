@@ -7,6 +7,7 @@ DeepSeek's `moe_layer_freq` and its module that predicts the token after the nex
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -152,7 +153,7 @@ class Theirs:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
         raw = {k: v for k, v in raw.items() if k != "quantization_config"}  # how a checkpoint is stored
-        if str(raw["model_type"]).startswith("deepseek"):  # ours has a key and a value for every head anyway
+        if "kv_lora_rank" in raw:  # ours has a key and a value for every head anyway
             raw["num_key_value_heads"] = raw["num_attention_heads"]
         self.raw, self.kind = raw, str(raw["model_type"])
         if self.kind == "mpt":  # a dropout of 0 is an integer there
@@ -165,8 +166,8 @@ class Theirs:
             _positions_and_biases(self.inner, raw)
         if self.kind.startswith("deepseek"):
             _dense(self.inner, self.config, int(raw.get("moe_layer_freq", 1)))
-        if self.kind == "deepseek_v3" and raw.get("num_nextn_predict_layers"):
-            self.next = Next(self.config)
+        if self.kind in ("deepseek_v3", "glm4_moe_lite") and raw.get("num_nextn_predict_layers"):
+            self.next = Next(self.inner, self.config)
 
     def params(self) -> dict[str, nn.Parameter]:
         """As in a checkpoint, ties once."""
@@ -230,14 +231,17 @@ def _dense(model: Any, config: Any, every: int) -> None:
 
 
 class Next(nn.Module):
-    """DeepSeek-V3's multi-token prediction (arXiv:2412.19437, section 2.2) out of transformers' layer and norm."""
+    """DeepSeek-V3's multi-token prediction (arXiv:2412.19437, section 2.2) out of a model's own layer and norm."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, model: Any, config: Any) -> None:
         super().__init__()
-        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
-        h, eps = config.hidden_size, config.rms_norm_eps
-        layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers)
+        h, eps, number = config.hidden_size, config.rms_norm_eps, config.num_hidden_layers
+        if hasattr(config, "mlp_layer_types"):
+            config = copy.deepcopy(config)
+            config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+        layer = type(model.model.layers[0])(config, number)
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         self.enorm, self.hnorm = DeepseekV3RMSNorm(h, eps), DeepseekV3RMSNorm(h, eps)

@@ -167,6 +167,16 @@ def _deepseek_v3(r: random.Random) -> Raw:
     return {**raw, **_some(r, rope_interleave=(True, False))}
 
 
+def _glm4_moe_lite(r: random.Random) -> Raw:
+    raw = {k: v for k, v in _deepseek(r).items() if k not in ("first_k_dense_replace", "moe_layer_freq")}
+    layers, groups = raw["num_hidden_layers"], r.choice((1, 2))
+    raw |= {"n_group": groups, "topk_group": r.choice((1, groups)), "num_nextn_predict_layers": r.choice((0, 1))}
+    raw |= _some(
+        r, mlp_layer_types=([r.choice(("dense", "sparse")) for _ in range(layers)],), topk_method=("noaux_tc",)
+    )
+    return {**raw, **_some(r, norm_topk_prob=(True, False), rope_interleave=(True, False))}
+
+
 def _gpt2(r: random.Random) -> Raw:
     raw: Raw = {"vocab_size": 61, "n_embd": 16, "n_layer": r.choice((1, 3)), "n_head": r.choice((2, 4))}
     raw |= {"n_positions": r.choice((12, 32)), "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -185,6 +195,7 @@ def _mpt(r: random.Random) -> Raw:
 DRAWS: Mapping[str, Callable[[random.Random], Raw]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _mistral,

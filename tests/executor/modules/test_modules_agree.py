@@ -53,7 +53,7 @@ def disagreements(case: Case, m: PartMeasure, w: PartWork, part: Part) -> list[s
     }
     named = (("F", m.forward, w.forward), ("I", m.input_grad, w.input_grad), ("W", m.weight_grad, w.weight_grad))
     for name, mine, theirs in named:
-        if case.config.mla and part.name == "attn":  # see `test_latent_attention…`
+        if case.config.qk_dim != case.config.v_dim and part.name == "attn":  # see `test_latent_attention…`
             wanted = _flops(theirs, attention=False) + 2 * _flops(theirs, attention=True)
             pairs[f"{name} FLOPs"] = (_flops(mine.work, attention=False), wanted)
         else:

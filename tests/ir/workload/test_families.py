@@ -30,7 +30,7 @@ CONTRADICT = {"qwen3_moe": "one key with two values", "glm4_moe": "does not divi
 
 def parameters(config):
     main = [c for c in model_chunks(config) if not c.name.startswith("mtp")]
-    return sum({p.name: p.numel for c in main for part in c.parts for p in part.params}.values())
+    return sum({p.name: p.numel for c in main for part in c.parts for p in (*part.params, *part.frozen)}.values())
 
 
 def hub_config(raw):

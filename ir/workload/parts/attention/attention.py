@@ -9,7 +9,7 @@ from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.attention.context import context
 from ir.workload.parts.attention.core import AttentionCore
-from ir.workload.parts.attention.latent import latent
+from ir.workload.parts.attention.latent import absorbed, latent
 from ir.workload.parts.attention.projection import AttentionProjection
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.residual import branch, residual, written
@@ -19,23 +19,26 @@ from ir.workload.setting import AttentionKind, PartSetting
 def attention(s: PartSetting) -> PartWork:
     """Work of the part, for either kind of attention."""
     c, core = s.config, AttentionCore.of(s)
-    p = latent(s, core) if c.mla else _heads(s, core)
-    h, size = c.hidden, s.tokens * s.wide
-    out = LinearKernel("o_proj", s.tokens, h, core.out_features)
-    later = size * core.out_features + s.stream * h * s.wide
+    p = _heads(s, core) if c.mla is None else absorbed(s, core) if s.picked else latent(s, core)
+    h, size, width = c.hidden, s.tokens * s.wide, core.heads * c.v_dim
+    out = LinearKernel("o_proj", s.tokens, h, width)
+    later = size * width + s.stream * h * s.wide
     inside = PartWork(
         forward=(
             *p.forward,
+            *p.indexer.forward,
             *core.forward(s),
+            *p.behind,
             *_gated(s, core, 3),
-            *k.cast(s, "context", s.tokens * core.out_features),
-            *_stored(s, "context.store", core),
+            *k.cast(s, "context", s.tokens * width),
+            *_stored(s, "context.store", width),
             out.forward(s),
         ),
         input_grad=(
-            *_stored(s, "context.load", core),
+            *_stored(s, "context.load", width),
             *k.input_grad(s, out),
             *_gated(s, core, 5),
+            *p.behind_backward,
             *core.backward(s),
             *p.backward,
         ),
@@ -44,12 +47,15 @@ def attention(s: PartSetting) -> PartWork:
             *k.weight_grad(s, *p.linears, biased=c.qkv_bias),
         ),
         out_bytes=s.stream * h * s.wide,
-        saved=(*p.saved, *_context_saved(s, core), *_gate_saved(s, core), *core.saved(s)),
+        saved=(*p.saved, *p.indexer.saved, *_context_saved(s, width), *_gate_saved(s, core), *core.saved(s)),
         stash_bytes=k.stash(s, out, *p.linears),
         inline=(*p.inline(s), *context(s, core)),
         # The output projection's result, or what is there while context and output are not yet.
-        forward_workspace=max(size * h, size * p.widest - later, core.workspace(s, Pass.F) - later),
-        model_flops=p.model_flops + 2 * s.shape.tokens * h * c.heads * c.v_dim + core.model_flops(s),
+        forward_workspace=max(size * h, max(size * p.widest, p.indexer.workspace, core.workspace(s, Pass.F)) - later),
+        model_flops=p.model_flops
+        + 2 * s.shape.tokens * h * c.heads * c.v_dim
+        + core.model_flops(s)
+        + p.indexer.model_flops,
     )
     made = branch(s, "input_norm", inside, core.gradients(s), reads=sum(p.enters))
     again = SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), residual(s)))
@@ -112,18 +118,18 @@ def _queries_keys(s: PartSetting, core: AttentionCore, ready: Work) -> tuple[Sav
     return (*before, *kept, stats, SavedBuffer("qk", q + key, Pass.I, ("norm", "operators"), ready))
 
 
-def _stored(s: PartSetting, label: str, core: AttentionCore) -> Work:
+def _stored(s: PartSetting, label: str, width: int) -> Work:
     """The way into and out of the 12-bit format that `_context_saved` keeps."""
-    return k.store(s, label, s.tokens * core.out_features, 1.5) if s.fp8 and s.config.mla else ()
+    return k.store(s, label, s.tokens * width, 1.5) if s.fp8 and s.config.mla else ()
 
 
-def _context_saved(s: PartSetting, core: AttentionCore) -> tuple[SavedBuffer, ...]:
+def _context_saved(s: PartSetting, width: int) -> tuple[SavedBuffer, ...]:
     """Attention's output: the output projection's input, and flash's backward reads it too.
 
     One wide tensor serves both. In fp8 flash still needs it wide, beside the fp8 copy; but DeepSeek-V3 keeps a single
     12-bit (E5M6) one (arXiv:2412.19437, section 3.3.3), so that is what MLA does here.
     """
-    n = s.tokens * core.out_features
+    n = s.tokens * width
     if not s.fp8:
         return (SavedBuffer("context", n * s.wide),)
     if s.config.mla:

@@ -14,8 +14,9 @@ from ir.workload.setting import AttentionKind, PartSetting
 @dataclass(frozen=True, slots=True)
 class AttentionCore:
     """Attention of one device: its heads, its share of the queries, all keys. qk, v: features of one head. keys: of
-    another sequence, which all queries see; 0: of their own. Where cp divides heads: those of its cp group, of which
-    each device then works on a share, of all queries; its tensors are as large.
+    another sequence, which all queries see; 0: of their own. joint: values are the first features of keys. Where cp
+    divides heads: those of its cp group, of which each device then works on a share, of all queries; its tensors are as
+    large.
     """
 
     heads: int
@@ -23,11 +24,16 @@ class AttentionCore:
     qk: int
     v: int
     keys: int = 0
+    joint: bool = False
 
     @classmethod
     def of(cls, s: PartSetting, keys: int = 0) -> AttentionCore:
-        """As tensor parallelism cuts the heads."""
+        """As tensor parallelism cuts the heads. Kernels that read picked keys alone read compressed ones, which all
+        heads share (the multi-query mode of latent attention, arXiv:2512.02556).
+        """
         c, tp = s.config, s.layout.tp
+        if s.picked and c.mla:
+            return cls(c.heads // tp, 1, c.mla.latent_dim, c.mla.kv_rank, keys, joint=True)
         return cls(c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp, c.qk_dim, c.v_dim, keys)
 
     @property
@@ -38,7 +44,7 @@ class AttentionCore:
     @property
     def kv_features(self) -> int:
         """Features of all keys and values of a token."""
-        return self.kv_heads * (self.qk + self.v)
+        return self.kv_heads * (self.qk if self.joint else self.qk + self.v)
 
     @property
     def out_features(self) -> int:
@@ -114,10 +120,10 @@ class AttentionCore:
         return (*beside, SavedBuffer("scores", self._score_elements(s) * each, Pass.I, *made))
 
     def workspace(self, s: PartSetting, when: Pass) -> int:
-        """Bytes alive only inside the pass: raw scores; in backward their gradients, or flash's fp32 sum of dq."""
+        """Bytes alive only inside the pass: raw scores; in backward their gradients, or flash's fp32 sums."""
         if s.attention is AttentionKind.UNFUSED:
             return self._score_elements(s) * s.wide * (2 if when is Pass.I else 1)
-        return s.tokens * self.q_features * 4 if when is Pass.I else 0
+        return 4 * self._summed(s) if when is Pass.I else 0
 
     def gradients(self, s: PartSetting) -> int:
         """Bytes of gradients at their most: the output's beside those of q, k, v, or beside the scores' and v's."""
@@ -139,11 +145,13 @@ class AttentionCore:
 
     def pairs_doubled(self, s: PartSetting) -> int:
         """Twice the (query, key) pairs of one sequence over all devices."""
-        return 2 * s.shape.seq_len * self.keys if self.keys else pairs_doubled(s)
+        return 2 * s.shape.seq_len * self.keys if self.keys else pairs_doubled(s, s.picked or s.config.window)
 
     def model_flops(self, s: PartSetting) -> int:
-        """Forward FLOPs over all heads and tokens, causal counted half."""
-        return s.shape.microbatch_size * s.config.heads * self.pairs_doubled(s) * (self.qk + self.v)
+        """Forward FLOPs over all heads and tokens, causal counted half; whatever keys kernels read, in which form."""
+        c, n = s.config, s.shape.seq_len
+        pairs = 2 * n * self.keys if self.keys else pairs_doubled(s, c.indexer.top_k if c.indexer else c.window)
+        return s.shape.microbatch_size * c.heads * pairs * (c.qk_dim + c.v_dim)
 
     def _score_elements(self, s: PartSetting) -> int:
         return s.shape.microbatch_size * self.worked_on(s) * self.queries(s) * self.seen(s)
@@ -153,12 +161,18 @@ class AttentionCore:
         pairs = 2 * s.shape.seq_len * self.seen(s) if s.style.masked else self.pairs_doubled(s)
         flops = b * self.heads * pairs // s.layout.cp * features
         kv_heads = self.kv_heads * self.repeated(s) * heads // self.heads
-        tensors = b * (q * heads * (self.qk + self.v) + kv * kv_heads * (self.qk + self.v))
-        sums = 2 * 4 * b * q * heads * self.qk if passes == 2 else 0
+        tensors = b * (q * heads * (self.qk + self.v) + kv * kv_heads * self.kv_features // self.kv_heads)
+        sums = 2 * 4 * self._summed(s) if passes == 2 else 0
         moved = passes * tensors * s.wide + sums + 4 * b * q * heads
         shape = (b, heads, q, kv, self.qk, self.v)
         drawn = DROPOUT if s.config.attn_dropout else ""
         return Kernel(KernelKind.ATTENTION, flops, moved, s.precision.activations, shape, label + drawn)
+
+    def _summed(self, s: PartSetting) -> int:
+        """Elements that flash's backward sums up in fp32: gradients of queries; of picked keys, which many share."""
+        if self.joint:
+            return s.shape.tokens * self.qk
+        return s.shape.microbatch_size * self.queries(s) * self.worked_on(s) * self.qk
 
     def _product(self, s: PartSetting, label: str, m: int, n: int, k: int) -> Kernel:
         groups = s.shape.microbatch_size * self.worked_on(s)
@@ -167,12 +181,13 @@ class AttentionCore:
         return Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, dtype, (groups, m, n, k), label)
 
 
-def pairs_doubled(s: PartSetting) -> int:
+def pairs_doubled(s: PartSetting, w: int) -> int:
     """Twice the (query, key) pairs of one sequence, under the causal mask counted as half the square.
 
-    A sliding window of w keys leaves w·s − w²/2 of them; stretches of w that do not see each other, w²/2 each.
+    A sliding window of w keys leaves w·s − w²/2 of them, and so do w that are picked for each query; stretches of w
+    that do not see each other, w²/2 each. w 0: all.
     """
-    n, w = s.shape.seq_len, s.config.window
+    n = s.shape.seq_len
     if s.config.form.bidirectional:
         return 2 * n * n
     if s.config.form.chunked and 0 < w < n:

@@ -1,10 +1,11 @@
-"""Multi-head latent attention's projections."""
+"""Multi-head latent attention's projections: to every head's keys and values, or with these absorbed."""
 
 from ir.core.ops import Pass
 from ir.core.work import Work
 from ir.workload.part import SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.attention.core import AttentionCore
+from ir.workload.parts.attention.indexer import AttentionIndexerWork
 from ir.workload.parts.attention.projection import AttentionProjection
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.residual import normed, stats
@@ -55,6 +56,66 @@ def latent(s: PartSetting, core: AttentionCore) -> AttentionProjection:
         widest=both,
         model_flops=_projections(s),
         passes=mla.rope_dim,
+        indexer=AttentionIndexerWork.of(s),
+    )
+
+
+def absorbed(s: PartSetting, core: AttentionCore) -> AttentionProjection:
+    """The same for kernels that read compressed keys, which all heads share: each head's queries are taken to their
+    space, and what attention gives back from it, by the halves of the weight that would make keys and values.
+    """
+    mla, h = s.config.mla, s.config.hidden
+    assert mla is not None
+    heads, wide, n = core.heads, s.precision.activations, s.tokens
+    downs = (LinearKernel("q_a_proj", s.stream, mla.q_rank, h), LinearKernel("kv_a_proj", s.stream, mla.latent_dim, h))
+    query = LinearKernel("q_b_proj", n, heads * mla.qk_dim, mla.q_rank)
+    there = LinearKernel("absorbed_keys", n, mla.kv_rank, mla.nope_dim, heads, wide, batched=True)
+    back = LinearKernel("absorbed_values", n, mla.v_dim, mla.kv_rank, heads, wide, batched=True)
+    ranks, turned = s.stream * (mla.q_rank + mla.kv_rank), k.copies(s, "rope", n * (heads + 1) * mla.rope_dim)
+    keys = k.copies(s, "join_keys", n * mla.latent_dim)
+    second = ("up_projection", "operators")
+    made = SavedBuffer(
+        "qk",
+        n * (core.q_features + core.kv_features) * s.wide,
+        Pass.I,
+        second,
+        (
+            there.forward(s),
+            turned,
+            keys,
+        ),
+    )
+    return AttentionProjection(
+        forward=(
+            *k.forward(s, *downs),
+            k.norm_forward(s, "latent_norm", ranks),
+            *k.cast(s, "latent", ranks),
+            query.forward(s),
+            *made.rebuild,
+        ),
+        backward=(
+            turned,
+            keys,
+            *k.input_grad(s, there, query),
+            k.norm_backward(s, "latent_norm_backward", ranks),
+            *k.input_grad(s, *downs),
+        ),
+        linears=(query, there, back, *downs),
+        saved=(
+            SavedBuffer("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I),
+            normed(s, "latent_normed", ranks),
+            stats(s, "latent_norm_stats", 2),
+            SavedBuffer("q_nope", n * heads * mla.nope_dim * s.wide, Pass.W, second, (query.forward(s),)),
+            made,
+            SavedBuffer("attended", n * core.out_features * s.wide),
+        ),
+        enters=(mla.q_rank, mla.kv_rank),
+        widest=heads * mla.qk_dim,
+        model_flops=_projections(s),
+        passes=mla.rope_dim,
+        behind=(back.forward(s),),
+        behind_backward=k.input_grad(s, back),
+        indexer=AttentionIndexerWork.of(s),
     )
 
 

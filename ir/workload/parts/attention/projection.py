@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ir.core.ops import Pass
 from ir.core.work import Work
 from ir.workload.part import PartCollective, SavedBuffer
+from ir.workload.parts.attention.indexer import NO_INDEXER, AttentionIndexerWork
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import all_reduce, enter
 from ir.workload.setting import PartSetting
@@ -16,7 +17,8 @@ class AttentionProjection:
 
     enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
     passes: of what no linear reads. widest: features of the largest transient. sums: fp32 numbers per token that norms
-    over all heads sum over the region.
+    over all heads sum over the region. behind: from what attention gives to what the output projection reads. indexer:
+    what picks keys.
     """
 
     forward: Work
@@ -28,9 +30,13 @@ class AttentionProjection:
     model_flops: int
     passes: int = 0
     sums: int = 0
+    behind: Work = ()
+    behind_backward: Work = ()
+    indexer: AttentionIndexerWork = NO_INDEXER
 
     def inline(self, s: PartSetting) -> tuple[PartCollective, ...]:
         """Each tensor crosses by itself, as in Megatron."""
         crosses = [m for features in self.enters for m in enter(s, features)]
         sums = tuple(all_reduce(when, 4 * self.sums * s.tokens) for when in (Pass.F, Pass.I) if self.sums)
-        return (*crosses, *(enter(s, self.passes, linear=False) if self.passes else ()), *sums)
+        passed = enter(s, self.passes, linear=False) if self.passes else ()
+        return (*crosses, *passed, *sums, *self.indexer.inline)

@@ -84,6 +84,25 @@ def deepseek_v3() -> nn.Module:
     return _made("DeepseekV3ForCausalLM", "DeepseekV3Config", {**sizes, **heads, **routed, **more})
 
 
+def _indexed(name: str, config: str, **more: Any) -> nn.Module:
+    """Latent attention, an indexer, a dense layer and experts."""
+    sizes = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    routed = {"n_routed_experts": 8, "moe_intermediate_size": 8, "first_k_dense_replace": 1, **EXPERTS}
+    picked = {"index_topk": 3, "index_head_dim": 8, "index_n_heads": 2}
+    return _made(name, config, {**sizes, **heads, **routed, **picked, **more})
+
+
+def deepseek_v32() -> nn.Module:
+    """Attention to the tokens that an indexer picks, whose weights no loss trains."""
+    return _indexed("DeepseekV32ForCausalLM", "DeepseekV32Config", n_group=4, topk_group=2)
+
+
+def glm_5() -> nn.Module:
+    """The same, whose layers hand on what they picked."""
+    return _indexed("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", n_group=1, topk_group=1)
+
+
 class InDouble(nn.Module):
     """A class as it is, with what its recurrences take down to float32 left in float64, traced or run."""
 
@@ -129,7 +148,7 @@ class Both(nn.Module):
 
 LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")}
 LAYERS |= dict.fromkeys(("nemotron_h", "qwen3_next"), "inner.model.layers.*")
-EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_5")
 LAYERS |= dict.fromkeys(EXPERTS_OF, "model.layers.*")
 EP = {"PP": "model.layers.*", "EP": "model.layers.*.mlp.experts"}
 LAYERS |= {"gpt2": "transformer.h.*", "gpt2_drops": "transformer.h.*", "Both": "t5.*coder.block.*"}
