@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from executor.frontend.capture import capture
 from executor.modules.user.exported import export_cut
 from executor.modules.user.model import UserModel
+from executor.modules.user.rewrites.seams import pack, unpack
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.errors import PiperError
 from ir.core.work import DType
@@ -184,6 +187,41 @@ def test_complex_numbers_at_seams_are_named() -> None:
     with pytest.raises(PiperError, match=r"crosses seams is of .* complex") as info:
         export_cut(Turned(net), {"PP": "net.layers.*"}, 2, 3)
     assert "view_as_real" in (info.value.suggestion or "")
+
+
+NUMBERS = torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool
+
+
+@given(
+    kind=st.sampled_from((torch.float64, torch.float32, torch.bfloat16)),
+    others=st.lists(st.tuples(st.sampled_from((None, *NUMBERS)), st.integers(1, 7), st.integers(1, 3)), max_size=4),
+    at=st.integers(0, 4),
+)
+def test_numbers_cross_seams_to_the_bit_and_gradients_go_past_them(
+    kind: torch.dtype, others: list[tuple[torch.dtype | None, int, int]], at: int
+) -> None:
+    """Any bits, among them those of signalling NaNs; and of what has gradients each element has its own."""
+    made = torch.Generator().manual_seed(at)
+
+    def value(of: torch.dtype, *shape: int) -> Tensor:
+        if of.is_floating_point:
+            return torch.randn(shape, generator=made, dtype=torch.float64).to(of).requires_grad_()
+        if of is torch.bool:
+            return torch.rand(shape, generator=made) < 0.5
+        return torch.randint(torch.iinfo(of).min, torch.iinfo(of).max, shape, generator=made, dtype=of)
+
+    values = [value(of or kind, *shape) for of, *shape in others]
+    values.insert(at, value(kind, 2, 3))
+    shapes = tuple((tuple(v.shape), v.dtype) for v in values)
+    packed = pack(values, kind, (2, 3), 40)
+    found = unpack(packed, shapes)
+    assert packed.dtype is kind and packed.shape == (2, 3, 40)
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(found, values, strict=True))
+    weights = [torch.arange(1, v.numel() + 1).view(v.shape).to(v.dtype) for v in values]
+    sum(((f * w).sum() for f, w in zip(found, weights, strict=True) if f.requires_grad), torch.zeros(())).backward()
+    assert all(
+        v.grad is not None and torch.equal(v.grad, w) for v, w in zip(values, weights, strict=True) if v.requires_grad
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own exporting

@@ -99,8 +99,9 @@ def deepseek_v32() -> nn.Module:
 
 
 def glm_5() -> nn.Module:
-    """The same, whose layers hand on what they picked."""
-    return _indexed("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", n_group=1, topk_group=1)
+    """The same; a layer attends to what the one before it picked, whose numbers cross a seam beside the stream."""
+    kinds = ["full", "shared", "full"]
+    return _indexed("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", n_group=1, topk_group=1, indexer_types=kinds)
 
 
 class InDouble(nn.Module):
