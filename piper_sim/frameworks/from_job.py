@@ -109,6 +109,8 @@ def _sizes(m: ModelConfig, seq_len: int) -> Facts:
     if m.mla is not None:
         f |= {"mla": True, "q_rank": m.mla.q_rank or None, "kv_rank": m.mla.kv_rank, "nope_dim": m.mla.nope_dim}
         f |= {"rope_dim": m.mla.rope_dim, "v_dim": m.mla.v_dim}
+        if (x := m.indexer) is not None:
+            f |= {"variant": "dsa", "index_heads": x.heads, "index_dim": x.dim, "index_top_k": x.top_k}
     else:
         f |= {"grouped": True, "kv_heads": m.kv_heads} if m.kv_heads != m.heads else {}
         f |= {"head_dim": m.head_dim, "qk_norm": m.qk_norm or None, "qkv_bias": (m.qkv_bias and not m.out_bias) or None}

@@ -1,13 +1,18 @@
 """What several keys of a config say together, by model type: a row of `forms.toml` with that worked out."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ir.core.errors import nearest
 from ir.workload.config.keys import INERT, INSIDE, ROWS, fits
 from ir.workload.config.mixers import EXPERTS, blocks
-from ir.workload.config.spec import AttentionIndexer, ExpertConfig, LatentAttention, NormLayerKind
+from ir.workload.config.spec import (
+    AttentionIndexer,
+    ExpertConfig,
+    IndexedLatentAttention,
+    LatentAttention,
+    NormLayerKind,
+)
 from ir.workload.config.values import ModelValues
 
 Row = Mapping[str, Any]
@@ -161,11 +166,12 @@ def _indexed(v: ModelValues, row: Row) -> Row:
     """DeepSeek's sparse attention: an indexer in each layer, or in some (GLM-5.2), whose picks those behind share."""
     found = _deepseek(v, row)
     mla: LatentAttention = found["mla"]
+    sizes = mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.v_dim
     heads, dim, top = (v.size(f"index_{key}") for key in ("n_heads", "head_dim", "topk"))
     if dim < mla.rope_dim:
         message = f"{dim} features, of which qk_rope_head_dim = {mla.rope_dim} are turned"
         v.refuse("index_head_dim", message, allowed=f"{mla.rope_dim} or more")
-    return {**found, "mla": replace(mla, indexer=AttentionIndexer(heads, dim, top, _shared_picks(v)))}
+    return {**found, "mla": IndexedLatentAttention(*sizes, AttentionIndexer(heads, dim, top, _shared_picks(v)))}
 
 
 def _shared_picks(v: ModelValues) -> frozenset[int]:

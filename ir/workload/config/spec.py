@@ -106,6 +106,30 @@ LLAMA_FORM = LayerForm()
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention: ranks of the compressed query and key/value, sizes of one head's pieces.
+
+    q_rank 0: the query is not compressed (DeepSeek-V2-Lite).
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    @property
+    def qk_dim(self) -> int:
+        """Length of one head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Length of the key that all heads share where scores are of compressed ones."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionIndexer:
     """What picks the keys that a query attends to (DeepSeek-V3.2's sparse attention): heads, features of each, keys for
     each query. No loss of ours trains it. shared: layers that attend to what the layer before them does; taken: it is
@@ -124,28 +148,10 @@ class AttentionIndexer:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Multi-head latent attention: ranks of the compressed query and key/value, sizes of one head's pieces.
+class IndexedLatentAttention(LatentAttention):
+    """Latent attention to keys that an indexer picks."""
 
-    q_rank 0: the query is not compressed (DeepSeek-V2-Lite). indexer: queries attend to keys that it picks.
-    """
-
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    indexer: AttentionIndexer | None = None
-
-    @property
-    def qk_dim(self) -> int:
-        """Length of one head's query and key."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Length of the key that all heads share where scores are of compressed ones."""
-        return self.kv_rank + self.rope_dim
+    indexer: AttentionIndexer
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +273,8 @@ class ModelConfig:
         """The same with what is true of one decoder layer: its window, its scores' scale, its rotary embedding."""
         if self.encodes(layer):
             return replace(self, encoder=0, form=replace(self.form, bidirectional=True))
-        if self.indexer is not None and self.indexer.shared:
-            assert self.mla is not None
-            return replace(self, mla=replace(self.mla, indexer=self.indexer.at(layer))).at(layer)
+        if isinstance(self.mla, IndexedLatentAttention) and self.mla.indexer.shared:
+            return replace(self, mla=replace(self.mla, indexer=self.mla.indexer.at(layer))).at(layer)
         if not self.windows and not self.score_by_layer and not self.form.no_rope:
             return self
         window = self.windows[layer] if self.windows else self.window
@@ -302,7 +307,7 @@ class ModelConfig:
     @property
     def indexer(self) -> AttentionIndexer | None:
         """What picks the keys that queries attend to, where something does."""
-        return self.mla.indexer if self.mla else None
+        return self.mla.indexer if isinstance(self.mla, IndexedLatentAttention) else None
 
     @property
     def names(self) -> ParamNames:

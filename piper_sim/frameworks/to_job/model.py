@@ -93,6 +93,8 @@ def _masked(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
 def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     """Of DeepSeek's type where attention is latent, else of Megatron's, or the Hub's that has just the same layers."""
     latent = "deepseek_v3" if f.get("scoring") == "sigmoid" or f.get("mtp") else "deepseek_v2"
+    if f.get("variant") == "dsa":
+        latent = _picking(d, f)
     kind = latent if f.get("mla") else "megatron"
     usual = tables()["latent"].get(d.framework, {}) if f.get("mla") else {}
     d.filled |= {tables()["keys"][k]: (v, f"{d.framework}'s default") for k, v in usual.items() if k not in f}
@@ -116,6 +118,17 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     odd = plain and out["model_type"] == "megatron"
     d.expect(not odd, "pre_softmax", "a token's weights add up to 1; a step costs the same")
     return out
+
+
+def _picking(d: JobDraft, f: Facts) -> str:
+    """DeepSeek-V3.2's type, for attention to keys that an indexer picks."""
+    kind, sizes = "deepseek_v32", ("index_heads", "index_dim", "index_top_k")
+    d.expect(bool(f.get("mla")), "variant", "keys are picked of latent attention alone: it reads all")
+    said = not f.get("experts") or f.get("scoring") == "sigmoid"
+    d.expect(said, "scoring", "a token's weights are sigmoids where keys are picked; a step costs the same")
+    usual = {n: TYPES[kind][tables()["config"][n]].default for n in sizes if f.get("mla") and n not in f}
+    d.filled |= {tables()["keys"][n]: (v, "DeepSeek-V3.2's") for n, v in usual.items()}
+    return kind
 
 
 def _kv_heads(d: JobDraft, f: Facts) -> int:

@@ -166,3 +166,25 @@ def test_a_config_beside_a_launch_is_the_model_that_it_is_by_itself(tmp_path: Pa
     assert ("config" in job) == (name in ("dbrx", "deepseek-v2-lite")), "null and tables stay in their file"
     once = export_launch(prepare(job_from({**found.job, "cluster": {"gpu": "h100-sxm", "nodes": 1}})), "deepspeed")
     assert json.loads(once.files["config.json"])["model_type"] == own.model_type
+
+
+def test_picked_keys_go_out_and_come_back() -> None:
+    model = {"config": "deepseek-v3.2", "num_hidden_layers": 4, "index_topk": 512, "num_nextn_predict_layers": 0}
+    job = {"model": model, "schedule": {"microbatches": 1}, "parallel": {"zero": 1}}
+    mine = prepare(job_from(job))
+    theirs = prepare(job_from(read_back(export_launch(mine, "megatron")).job))
+    assert theirs.config.indexer == mine.config.indexer and theirs.config.indexer is not None
+    assert parameters(theirs.config) == parameters(mine.config)
+    shared = {**model, "config": "glm-5", "index_topk_freq": 2}
+    e = refusal(export_launch, prepare(job_from({**job, "model": shared})), "megatron", match="shared")
+    assert e.key == "model.mla"
+
+
+def test_an_indexer_that_is_trained_and_one_of_ordinary_heads_are_told(tmp_path: Path) -> None:
+    script = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 256 --bf16 "
+    dsa = "--experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 64 --dsa-indexer-topk 8"
+    mla = f"--multi-latent-attention --q-lora-rank 24 {dsa}"
+    for more, fact in ((f"{mla} --dsa-indexer-loss-coeff 0.001", "loss"), (dsa, "variant")):
+        found = imported(tmp_path, f"torchrun pretrain_gpt.py {script}{more}")
+        assert [x for x in listed(found, ASSUMED) if fact in x]
+    assert not listed(imported(tmp_path, f"torchrun pretrain_gpt.py {script}{mla}"), UNKNOWN)

@@ -20,6 +20,8 @@ SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64
 MEGATRON = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES} --vocab-size 256 --bf16 --micro-batch-size 2 "
 PIPE = MEGATRON.replace(" 8 pretrain", " 4 pretrain") + "--pipeline-model-parallel-size 4 "
 
+DSA = "--multi-latent-attention --q-lora-rank 24 --experimental-attention-variant dsa "
+
 
 @pytest.mark.parametrize(
     ("more", "section", "key", "value"),
@@ -40,6 +42,11 @@ PIPE = MEGATRON.replace(" 8 pretrain", " 4 pretrain") + "--pipeline-model-parall
         ("--multi-latent-attention --swiglu", "model", "kv_lora_rank", 32),
         ("--multi-latent-attention --num-experts 4", "model", "q_lora_rank", 0),
         ("--multi-latent-attention --num-experts 4", "model", "n_shared_experts", 0),
+        # megatron/core/transformer/transformer_config.py: experimental_attention_variant
+        (DSA + "--dsa-indexer-n-heads 8", "model", "model_type", "deepseek_v32"),
+        (DSA + "--dsa-indexer-n-heads 8 --dsa-indexer-loss-coeff 0", "model", "index_n_heads", 8),
+        (DSA + "--dsa-indexer-topk 512 --dsa-indexer-head-dim 64", "model", "index_topk", 512),
+        ("--multi-latent-attention --dsa-indexer-topk 512", "model", "index_topk", None),
         # megatron/core/tokenizers: a null tokenizer's vocab_size is _vocab_size_without_eod + 1, and padded
         ("--tokenizer-type NullTokenizer --vocab-size 1280", "model", "vocab_size", 1408),
         # arguments.py: moe_freq_type
