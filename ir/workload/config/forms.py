@@ -119,6 +119,8 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             if not every:
                 v.refuse(str(row["every"])[1:], "a pattern of no layers", allowed="a positive integer, or LLLG")
             slides = [bool((i + 1) % every) for i in range(n)]
+        case "fourth":
+            slides = [i % 4 != 0 for i in range(n)]
         case "first":
             slides = [i >= v.size("max_window_layers") for i in range(n)]
         case "local":
