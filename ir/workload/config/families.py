@@ -200,7 +200,8 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "deepseek_v2": _deepseek,
     "nemotron_h": _hybrid,
     "granitemoehybrid": _granite_hybrid,
-    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _deepseek),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _deepseek),
+    "youtu": lambda v, row: {**row, "mla": (mla := _latent(v)), "head_dim": mla.qk_dim},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _indexed),
 }
 
