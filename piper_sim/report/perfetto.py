@@ -79,7 +79,8 @@ def _flows(
     for i, to in enumerate(marks.partner.tolist()):
         if to < 0 or not trace.stream[i].startswith("send"):
             continue
-        for phase, row, at in (("s", i, start[i]), ("f", to, end[to])):
+        # Inside the receive: at its end a viewer has come to the next one already, where they touch.
+        for phase, row, at in (("s", i, start[i]), ("f", to, max(start[to], end[to] - 1))):
             rank = int(trace.rank[row])
             place = f'"pid":{pids[rank]},"tid":{tids[rank, trace.stream[row]]},"ts":{_us(int(at))}'
             more = ',"bp":"e"' if phase == "f" else ""

@@ -6,7 +6,10 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from ir.trace.trace import MemorySamples, Trace
+from piper_sim.report.marks import TraceMarks
 from piper_sim.report.perfetto import perfetto_gz
 
 
@@ -66,6 +69,33 @@ def test_no_thread_of_two_traces_is_another_ones() -> None:
     many = Trace.of({}, [(0, r, s, "0F0", 0.0, 0.0, 1.0) for r in range(9) for s in streams])
     found = [e["tid"] for e in events(perfetto_gz({"a": one, "b": many})) if e["name"] == "thread_name"]
     assert len({*found}) == len(found) == 9 * 5
+
+
+def arrows(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Flows as Perfetto binds them: by time, to the slice of their thread that began last and has not been closed by a
+    later one; of equal times, in the file's order (`FlowTracker`, `SliceTracker` of its trace processor).
+    """
+    open_at: dict[int, str] = {}
+    begun: dict[int, str] = {}
+    out = []
+    for e in sorted((e for e in found if e["ph"] in "Xsf"), key=lambda e: round(e["ts"] * 1000)):
+        if e["ph"] == "X":
+            open_at[e["tid"]] = e["name"]
+        elif e["ph"] == "s":
+            begun[e["id"]] = open_at[e["tid"]]
+        else:
+            out.append((begun[e["id"]], open_at[e["tid"]]))
+    return out
+
+
+def test_arrows_lead_to_their_receives_where_these_touch() -> None:
+    """The receive of microbatch 1 begins as that of 0 ends: posted early, it waits for its send."""
+    sends = [(0, 0, "send>1", f"0SEND_F{mb}", mb, mb + 0.75, mb + 1) for mb in range(3)]
+    receives = [(0, 1, "recv<0", f"1RECV_F{mb}", mb, mb, mb + 1) for mb in range(3)]
+    trace = Trace.of({}, [*sends, *receives])
+    marks = TraceMarks(np.array([3, 4, 5, 0, 1, 2]), np.full(6, -1), np.zeros(6))
+    found = arrows(events(perfetto_gz(trace, marks)))
+    assert found == [(f"0SEND_F{mb}", f"1RECV_F{mb}") for mb in range(3)]
 
 
 def test_names_are_given_as_they_are() -> None:
