@@ -56,7 +56,8 @@ def files(p: Prediction, found: Object, job: Job) -> dict[str, bytes | str]:
     name, title = p.prepared.schedule, f"{p.title} (modelled)"
     run = report_run(p, found, name)
     assert run.marks is not None
-    others = what_ifs(job, p, output.progress)
+    factor = found.get("correction", {}).get("factor", 1.0)
+    others = [w.slower(factor) for w in what_ifs(job, p, output.progress)]
     changes = ((w, duration(w.iteration_s), duration(w.gain_s)) for w in others)
     tables: Tables = {
         "What if": [{"change": w.name, "step": step, "gain": gain, "fits": w.fits} for w, step, gain in changes],
@@ -106,10 +107,11 @@ def best_change(others: Sequence[JobChange]) -> tuple[str, str]:
 def report_run(p: Prediction, found: Object, name: str, why: bool = True) -> ReportTrace:
     """A prediction as one run of a report. why: with what is behind its waits."""
     facts = {
-        "step": f"{p.iteration_s:.4g} s",
+        "step": f"{found['iteration_s']:.4g} s",
         "mfu": f"{found['mfu']:.1%}",
         "ops simulated": found["ops"],
         "costs": found["cost_source"],
+        **({"timeline": f"as predicted, a step of {p.iteration_s:.4g} s"} if "correction" in found else {}),
         "interference": found["interference_level"],
         "host": found["host_model"],
         "replicas simulated": "{replicas_simulated} of {replicas}".format(**found["folded"]),

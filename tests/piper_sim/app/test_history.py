@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from piper_sim.report.units import duration
+
 HEAD = "schedule.name,schedule.microbatches,iteration_s\n"
 
 
@@ -37,6 +39,23 @@ def test_a_correction_is_applied_where_it_is_asked_for_and_says_so(cli, past):
     assert found["cost_source"] == "modelled, corrected by history"
     text = cli("simulate", past, "--set", "history.apply=true", as_json=False).out
     assert "corrected by the past runs, x 1.250" in text
+
+
+def test_a_report_corrects_all_seconds_but_its_timelines(cli, past, tmp_path):
+    """A step's in its facts, and those of what-ifs, stand beside the answer, which is corrected."""
+    found = cli("simulate", past, "--set", "history.apply=true", "--out", str(tmp_path / "out")).json
+    page = (tmp_path / "out" / "report.html").read_text()
+    raw = found["correction"]["raw"]["iteration_s"]
+    assert f"<dt>step</dt><dd>{found['iteration_s']:.4g} s</dd>" in page
+    assert f"<dt>timeline</dt><dd>as predicted, a step of {raw:.4g} s</dd>" in page
+    table = page.partition("<h2>What if</h2>")[2].partition("</table>")[0]
+    slower = [c for c in cli("explain", past).json["what_ifs"] if c["gain_s"] != 0]
+    assert slower
+    for change in slower:
+        step, gain = (duration(1.25 * change[key]) for key in ("iteration_s", "gain_s"))
+        cells = f'<td>{change["name"]}</td><td class="number">{step}</td><td class="number">{gain}</td>'
+        assert cells in table
+    assert f"<dd>{raw:.4g} s</dd>" not in page
 
 
 def test_compare_corrects_every_row(cli, past):
