@@ -31,17 +31,16 @@ def main(args: argparse.Namespace) -> int:
         found = search(job, args.budget, args.workers, _progress, args.journal, limits)
     if sys.stderr.isatty():
         print(file=sys.stderr)
+    warn(found.warnings)
+    if not args.json:  # whatever becomes of the files
+        _print(found)
     if args.out is not None:
         best = {} if found.best is None else {"best.toml": winner_toml(found, args.out)}
         write(args.out, {"search.json": dumps(found.to_dict()), **best}, args.force)
-    warn(found.warnings)
     if args.json:
         print_json(found.to_dict())
     else:
-        _print(found, args.out)
-        if args.to is not None and found.best is not None:
-            kept = f"{args.out}/best.toml" if args.out is not None else "DIR/best.toml, with --out DIR here,"
-            print(f"next: piper-sim export {kept} --to {args.to} --out launch --against YOUR_LAUNCH")
+        _print_next(found, args)
     return 0 if found.best is not None else 3
 
 
@@ -63,7 +62,16 @@ def _progress(line: str) -> None:
         print(line, end="", file=sys.stderr, flush=True)
 
 
-def _print(found: JobSearchResult, out: str | None) -> None:
+def _print_next(found: JobSearchResult, args: argparse.Namespace) -> None:
+    """Where the files are, and what to do with them."""
+    if args.out is not None:
+        print(f"written to {args.out}/: {', '.join(FILES if found.best is not None else FILES[:1])}")
+    if args.to is not None and found.best is not None:
+        kept = f"{args.out}/best.toml" if args.out is not None else "DIR/best.toml, with --out DIR here,"
+        print(f"next: piper-sim export {kept} --to {args.to} --out launch --against YOUR_LAUNCH")
+
+
+def _print(found: JobSearchResult) -> None:
     counts = Counter(str(r.kind) for r in found.all_rejected)
     closed = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none rejected"
     if found.best is not None:
@@ -76,8 +84,6 @@ def _print(found: JobSearchResult, out: str | None) -> None:
     sure = "the best is proven" if found.best is not None else "that nothing fits is proven"
     state = sure if found.proven else "the budget ran out before anything was proven"
     print(f"{found.space} configurations, {found.evaluated} simulated; {closed}; {state}; {found.seconds:.1f} s")
-    if out is not None:
-        print(f"written to {out}/: {', '.join(FILES if found.best is not None else FILES[:1])}")
 
 
 def _said(changes: dict[str, object]) -> str:

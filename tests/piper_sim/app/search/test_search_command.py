@@ -1,6 +1,8 @@
 """`piper-sim search`: its object, its exit codes, the winner as a job file."""
 
+import errno
 import json
+import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,20 @@ def test_the_winner_is_a_job_that_simulates_to_the_same_numbers(cli: Any, tiny: 
     assert {k: by_hand[k] for k in best} == best
     assert json.loads((tmp_path / "found" / "search.json").read_text()) == found.json
     assert cli("search", tiny, "--out", str(tmp_path / "found")).code == 2
+
+
+def test_what_was_found_is_said_though_the_disk_is_full(
+    cli: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search takes hours; its folder could be written to when it began."""
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    result = cli("search", tiny, "--out", str(tmp_path / "found"), as_json=False)
+    assert result.code == 2 and "No space left" in result.err
+    assert "the best is proven" in result.out and "written to" not in result.out
 
 
 def test_the_winner_names_the_job_s_files_from_where_it_lies(cli: Any, tiny: str, tmp_path: Path) -> None:
