@@ -225,8 +225,8 @@ def _live(
             out.mkdir(parents=True, exist_ok=True)
             table = {"ranks": {str(r): {"pid": pid} for r, pid in enumerate(pids)}}
             write_whole(out / "ranks.json", json.dumps(table))
-        clock = clocks(lookout.store, place.rank, lookout.sights.hosts)
         lookout.start()
+        clock = clocks(lookout.store, place.rank, lookout.sights.hosts)
         if left := not saving.done(spec.options.steps):
             result = train_rank(context, **replace(spec, saving=saving).told())
             results = lookout.exchange({**result, "clock": clock})

@@ -6,6 +6,7 @@ It does so when it comes to the op that FAULT names for the second time; the mom
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 from executor.checkpoint.keeper import RankCheckpoint
 from executor.launch import torchrun
+from executor.launch.watch.watchdog import RankWatchdog
 from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.rank import train_rank
 from executor.runtime.worker import RankContext
@@ -84,6 +86,12 @@ def faulty(ctx: RankContext, **spec: Any) -> Any:
     return train_rank(ctx, **spec)
 
 
+def _dies(_: RankWatchdog) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     torchrun.train_rank = faulty
+    if FAULT["kind"] == "unwatched" and int(os.environ["RANK"]) == FAULT["rank"]:
+        RankWatchdog.start = _dies  # type: ignore[method-assign]  # it has met the others; none watches it yet
     torchrun.end(torchrun.main(sys.argv[1:]))

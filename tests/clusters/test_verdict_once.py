@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -187,7 +186,7 @@ def test_a_rank_whose_temporary_files_somebody_removes_still_shows_life(ranks: R
 
 def test_a_rank_that_stops_before_anybody_watches_is_the_culprit(ranks: Ranks) -> None:
     del ranks.store["at/1"]
-    ranks.monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    ranks.monkeypatch.setattr(watchdog, "STARTUP_S", 0.0)
     with pytest.raises(TransportError, match="it did not come") as error:
         ranks.eyes[0].start()
     assert error.value.peers == (1,)

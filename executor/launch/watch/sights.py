@@ -124,7 +124,8 @@ class RankSights:
         f = self._findings(now)
         if any(not s["witness"] for s in f.said.values()):
             return verdict(f)
-        if silent := self.silent(now):
+        accused = {p for s in f.said.values() for p in s["peers"]}  # before those whom nobody had watched yet
+        if silent := sorted(self.silent(now), key=lambda r: r not in accused):
             return failed(f, silent[0], "it has vanished")
         if f.said:
             return verdict(f)

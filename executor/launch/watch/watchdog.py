@@ -24,6 +24,7 @@ from ir.core.errors import ErrorKind, PiperError
 GRACE_S = 1.0  # for others to come to wait, or to run into a failure too, so that the report is complete
 GONE_S = 3.0  # without a sign of life
 STARTUP_S = 120.0
+LOOK_S = 0.5  # for ranks that have not come yet
 SAID = "said"  # a file: see `_first`
 FAILED = ErrorKind.RANK_FAILED.exit_code
 
@@ -63,8 +64,13 @@ class RankWatchdog:
     def meet(self, digest: str) -> list[int]:
         """All ranks are there, and have the same plan, by its digest. Returns their process ids.
 
+        From here on a launcher that ends everybody leaves us the time to say why.
+
         Raises PiperError (illegal_plan): ranks were given different plans; TransportError: who has not come.
         """
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else whoever took it decides
+            with suppress(ValueError):  # a thread that is not the main one may not
+                signal.signal(signal.SIGTERM, self._told_to_end)
         me = json.dumps([os.getpid(), host(), digest, str(self.progress)])
         self.store.set_timeout(timedelta(seconds=STARTUP_S))
         self.store.set(f"here/{self.rank}", me)
@@ -77,14 +83,8 @@ class RankWatchdog:
         return self.pids
 
     def start(self) -> None:
-        """Watch from now on. A launcher that ends everybody leaves us the time to say why.
-
-        Raises TransportError: who has not come as far.
-        """
+        """Watch from now on. Raises TransportError: who has not come as far."""
         self._began_s = clock.now()
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else whoever took it decides
-            with suppress(ValueError):  # a thread that is not the main one may not
-                signal.signal(signal.SIGTERM, self._told_to_end)
         self._publish()
         self._all("at")
         self._looked_s = clock.now()
@@ -97,15 +97,19 @@ class RankWatchdog:
         atexit.register(self._stop)  # a loop that ends without a close
 
     def _all(self, name: str) -> list[str]:
-        """Every rank's key of a name, once all are there."""
+        """Every rank's key of a name, once all are there. Who is told to end meanwhile waits for no others."""
         keys = [f"{name}/{r}" for r in range(self.world)]
-        try:
-            self.store.wait(keys)
-        except RuntimeError as error:
-            if absent := [r for r, key in enumerate(keys) if not self.store.check([key])]:
-                raise TransportError(f"it did not come in {STARTUP_S:.0f} s", absent) from error
-            raise
-        return keys
+        limit, patience_s = clock.now() + STARTUP_S, STARTUP_S
+        while True:
+            try:
+                self.store.wait(keys, timedelta(seconds=LOOK_S))  # and no longer: no signal is heard inside of it
+                return keys
+            except RuntimeError as error:
+                absent = [r for r, key in enumerate(keys) if not self.store.check([key])]
+                if self._ended_s is not None and patience_s > GONE_S:
+                    limit, patience_s = self._ended_s + GONE_S, GONE_S
+                if absent and clock.now() > limit:
+                    raise TransportError(f"it did not come in {patience_s:.0f} s", absent) from error
 
     def tell(self, text: str | None) -> str:
         """What rank 0 has to say to all; everybody else says None."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -84,6 +85,16 @@ def test_a_failure_ends_everybody_and_is_reported_once(rank: int, sign: signal.S
     assert "Traceback" in record or "Thread 0x" in record
     assert json.loads((out / "flight" / f"rank-{1 - rank}.json").read_text())["entries"]
     assert all(map(gone, pids(out)))
+
+
+def test_who_dies_before_any_rank_watches_is_named_as_soon_as_the_launcher_ends_the_others(tmp_path: Path) -> None:
+    """Torchrun waits for half a minute for those that it has told to end, and then says nothing but its own."""
+    line = str(job_file(tmp_path)), "--set", "parallel.pp=1", "--set", "parallel.dp=3", "--set", "parallel.zero=1"
+    fault = json.dumps({"kind": "unwatched", "rank": 2})
+    began_s = time.monotonic()
+    text, errors = agent(1, 3, free_port(), *line, module="tests.clusters.faulty", FAULT=fault).communicate(timeout=120)
+    assert [o["error"]["rank"] for o in objects(text)] == [2], errors
+    assert "rank 2 failed before its first op" in text and time.monotonic() - began_s < 25
 
 
 def _refused(*args: str, **env: str) -> tuple[int, dict[str, Any]]:
