@@ -43,7 +43,7 @@ from executor.checkpoint.manifest import (
 from executor.checkpoint.pieces import Held, ShardPiece, in_files, written
 from executor.checkpoint.reader import CheckpointReader
 from executor.checkpoint.settings import config_file, plain_table, training_of
-from executor.checkpoint.tensors import MANIFEST, write_tensors
+from executor.checkpoint.tensors import MANIFEST, saving_to, write_tensors
 from executor.device.progress import RankProgress
 from executor.optim.optimizer import WEIGHT
 from executor.optim.sync import BucketSync
@@ -260,7 +260,9 @@ class RankCheckpoint:
         self.progress.op(-1, f"load {folder.name}")
         manifest = read_manifest(folder)
         if not self.saving.verified:
-            verify(folder, manifest, sorted(manifest.files)[self.rank :: self.places.ranks], self.progress.go_on)
+            mine = sorted(manifest.files)[self.rank :: self.places.ranks]
+            with saving_to(self.saving.save):
+                verify(folder, manifest, mine, self.progress.go_on)
             self._together(transport, f"load {folder.name}")
             self.progress.op(-1, f"load {folder.name}")
         reader, params = CheckpointReader(folder, manifest, self.progress.go_on), self.sync.weights()

@@ -20,7 +20,7 @@ from executor.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from executor.checkpoint.tensors import MANIFEST
+from executor.checkpoint.tensors import MANIFEST, saving_to
 from executor.data.files import digest_of_tokens
 from executor.data.tokens import FileTokens, source_name, source_of
 from executor.modules.base import TORCH
@@ -188,8 +188,9 @@ def settled(wanted: CheckpointOptions, prepared: PreparedJob, steps: int, *, rea
     found = wanted
     if wanted.resume is not None:
         folder = newest(Path(wanted.resume)).resolve()
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
+        with saving_to(wanted.save):
+            manifest = read_manifest(folder)
+            check_files(folder, manifest)
         check_same(manifest, prepared, folder)
         if manifest.step > steps or (manifest.step == steps and not present):
             message = f"{steps} in all, and {folder.name} has done {manifest.step}"
@@ -227,6 +228,7 @@ def verified(saving: CheckpointOptions) -> CheckpointOptions:
     """The same, with all files of what is resumed read in full. Raises PiperError (io): one is damaged."""
     if saving.resume is None:
         return saving
-    manifest = read_manifest(Path(saving.resume))
-    verify(Path(saving.resume), manifest, manifest.files)
+    with saving_to(saving.save):
+        manifest = read_manifest(Path(saving.resume))
+        verify(Path(saving.resume), manifest, manifest.files)
     return replace(saving, verified=True)

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,21 @@ def damaged(file: Path, message: str, allowed: str = WRITTEN, at: str = "") -> P
     newest = max(others, key=lambda p: (len(p.name), p.name), default=None)
     fix = "a copy of it that is whole" if newest is None else f"--resume {newest}"
     return PiperError(ErrorKind.IO, message, file=str(file), key=at or FORM.key, allowed=allowed, suggestion=fix)
+
+
+@contextmanager
+def saving_to(save: str | None) -> Iterator[None]:
+    """A run that saves there, too, goes on from an older checkpoint than a damaged one only by --force: then the fix of
+    what is refused as `damaged` says so.
+    """
+    try:
+        yield
+    except PiperError as error:
+        there, other = Path(error.file or "").parent, Path((error.suggestion or "").removeprefix("--resume "))
+        same = save is not None and other.parent.resolve() == Path(save).resolve() == there.parent.resolve()
+        if same and (len(other.name), other.name) < (len(there.name), there.name):
+            error.suggestion = f"{error.suggestion} --force"
+        raise
 
 
 class CheckpointTensors:

@@ -14,8 +14,9 @@ import pytest
 from executor.checkpoint import __main__ as lister
 from executor.checkpoint import folder as lock_module
 from executor.checkpoint.folder import CheckpointLock, complete, prune, said
-from executor.checkpoint.manifest import CheckpointManifest, read_manifest
+from executor.checkpoint.manifest import CheckpointManifest, read_manifest, verify
 from executor.checkpoint.settings import settled
+from executor.checkpoint.tensors import saving_to
 from executor.launch import run as cli
 from executor.launch.watch.verdict import RankFailed
 from ir.core.errors import PiperError
@@ -193,6 +194,26 @@ def test_damage_is_refused_by_the_name_of_its_file(
     assert lister.main([str(copy)]) == 2 and file in capfd.readouterr().err
     assert lister.main([str(copy / "step-000002")]) == 0
     assert json.loads(capfd.readouterr().out)["sha256"] == hashes(copy / "step-000002")
+
+
+@pytest.mark.parametrize("name", ["a flipped bit", "a missing file", "half a manifest"])
+def test_the_older_one_is_gone_on_from_where_the_damaged_one_lies(name: str, copy: Path, refused: Refused) -> None:
+    """What a run that saves to that folder, too, is told to do is not refused again."""
+    file, harm, _ = DAMAGE[name]
+    harm(copy / "step-000004" / file)
+    fix = f"--resume {copy / 'step-000002'}"
+    assert refused("--save", str(copy), "--resume", str(copy))["suggestion"] == f"{fix} --force"
+    assert refused("--save", str(copy), "--resume", "if-present")["suggestion"] == f"{fix} --force"
+    assert refused("--save", str(copy.parent / "other"), "--resume", str(copy))["suggestion"] == fix
+    run(steps=4, saving=CheckpointOptions(str(copy), resume=str(copy / "step-000002"), force=True))
+    assert lister.main([str(copy / "step-000004")]) == 0
+
+
+def test_a_newer_one_is_gone_on_from_without_force(copy: Path) -> None:
+    _flip(copy / "step-000002" / "rank-00001.safetensors", 50_000)
+    with pytest.raises(PiperError) as info, saving_to(str(copy)):
+        verify(copy / "step-000002", read_manifest(copy / "step-000002"), ["rank-00001.safetensors"])
+    assert info.value.suggestion == f"--resume {copy / 'step-000004'}"
 
 
 def _forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> Path:
