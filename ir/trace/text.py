@@ -26,10 +26,10 @@ from ir.trace.trace import MemorySamples, Trace
 
 ROW_COLUMNS = ("step", "rank", "stream", "op", "post_s", "start_s", "end_s")
 MEMORY_COLUMNS = ("rank", "time_s", "bytes")
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 2**30
 _FIX = "the trace.tsv that `run --out DIR` leaves in DIR"
 FORM = FileErrors("a trace", ErrorKind.IO, "TRACE", MAX_BYTES, _FIX, largest=float_info.max)
-MAX_ROWS = 1_000_000
+MAX_ROWS = 8_000_000  # what engines leave has fewer: a long run its newest steps, a simulation one step of its plan
 MAX_RANKS = 65_536
 MAX_TEXT = 1024
 _KEYS = {"piper_trace", "rows", "memory_samples", "header"}

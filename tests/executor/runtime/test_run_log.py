@@ -19,6 +19,7 @@ from executor.runtime.worker import RankContext
 from ir.core.errors import PiperError
 from ir.job.load import job_from
 from ir.plan.places import RankPlacement
+from ir.trace.text import MAX_ROWS
 from tests.executor.runs import judged, run
 
 PLANS: list[tuple[str, ...]] = [
@@ -133,5 +134,6 @@ def test_a_trace_has_the_newest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_four_million_rows_are_kept_but_one_step_at_least(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, plan = judged(tmp_path, *SETS)
     assert traced_steps(plan, prepared.ranks) == 4_000_000 // _rows(plan)
+    assert rank.TRACED <= MAX_ROWS  # of a file
     monkeypatch.setattr(rank, "TRACED", 7)
     assert traced_steps(plan, prepared.ranks) == 1
