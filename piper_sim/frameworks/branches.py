@@ -1,4 +1,4 @@
-"""Which commands of a shell script run: its `if`, `case`, `&&` and `||`, as far as the file itself decides them."""
+"""Which commands of a shell script run: its `if`, `case`, `&&`, `||` and loops, as far as the file itself decides."""
 
 import operator
 import re
@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
+
+from piper_sim.frameworks.statements import NAME
+from piper_sim.frameworks.sums import ANSWER
 
 
 class ShellJobTruth(StrEnum):
@@ -23,14 +26,16 @@ _WORDS = {"true": YES, ":": YES, "false": NO}
 _SAME, _ORDERS = {"=", "=="}, {"<": "-lt", ">": "-gt", "<=": "-le", ">=": "-ge", "==": "-eq", "!=": "-ne"}
 _ORDERED = {*_ORDERS.values()}  # named as Python's operators are
 _UNSET_NAME = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
+_LOOPS = {"while", "until", "for", "select"}
+_FUNCTION = re.compile(r"function ([\w:.-]+)(?: ?\(\))? \{|([\w:.-]+) ?\(\) \{")
 
 
 @dataclass
 class ShellJobBlock:
-    """One `if`, `case` or `{` that is open. word: a case's, else None; arm: whether the one that we are in runs;
+    """One `if`, `case`, loop or `{` that is open. word: a case's, else None; arm: whether the one that we are in runs;
     before: whether one above it did; asking: we stand in a condition, or where a pattern has to come; holds: the
     condition, as far as it is read; pattern: words of one that is not closed; unknown: the file does not say the word;
-    group: it is a `{`; outside: whether what it stands in runs.
+    group: it is a `{`; loop: the word that begins one; outside: whether what it stands in runs.
     """
 
     word: str | None = None
@@ -41,6 +46,7 @@ class ShellJobBlock:
     pattern: list[str] = field(default_factory=list)
     unknown: bool = False
     group: bool = False
+    loop: str = ""
     outside: ShellJobTruth = YES
 
     def enter(self, holds: ShellJobTruth) -> None:
@@ -57,11 +63,12 @@ class ShellJobBlock:
 @dataclass
 class ShellJobBranches:
     """Where a script's reader stands. value: a word as written to what it stands for, None where the file does not say;
-    known: whether a variable is set by the file.
+    known: whether a variable is set by the file; called: whether a function is.
     """
 
     value: Callable[[str], str | None]
     known: Callable[[str], bool]
+    called: Callable[[str], bool] = bool
     blocks: list[ShellJobBlock] = field(default_factory=list)
     status: ShellJobTruth = YES
 
@@ -75,15 +82,23 @@ class ShellJobBranches:
                     here.holds = _joined(here.holds, joined, self.decide(words) if outer is YES else MAYBE)
                 return words, outer
             runs = {"&&": self.status, "||": _NOT[self.status]}.get(joined, YES)
-            if "{" not in (*words[:1], *words[-1:]):
+            function = _FUNCTION.match(" ".join(words))
+            if function is None and "{" not in (*words[:1], *words[-1:]):
                 break
             # A group, or a function, whose body stands for its calls.
-            self.blocks.append(ShellJobBlock(arm=runs, asking=False, group=True, outside=outer))
+            doubt = function is not None and not self.called(function[1] or function[2]) and runs is YES
+            arm = MAYBE if doubt else runs
+            self.blocks.append(ShellJobBlock(arm=arm, asking=False, group=True, outside=outer))
             words, joined = self._keywords(words[words.index("{") + 1 :]), ";"
         if NO in (outer, runs) or not words:
             return [], NO
         self.status = MAYBE if runs is MAYBE else self.decide(words) if words[0] in {*_TESTS, *_WORDS} else YES
         return words, MAYBE if MAYBE in (outer, runs) else YES
+
+    @property
+    def groups(self) -> int:
+        """In how many groups and functions we stand."""
+        return sum(b.group for b in self.blocks)
 
     @property
     def patterns(self) -> bool:
@@ -121,6 +136,8 @@ class ShellJobBranches:
         if len(inner) == 2 and inner[0] in ("-z", "-n"):
             name = _UNSET_NAME.fullmatch(inner[1])
             said = "" if name and not self.known(name[1]) else self.value(inner[1])  # as `${NAME:-…}` takes it
+            if said == "" and kind != "[[" and inner[1][0] not in "\"'":  # there is no such word: `[ -n ]` holds
+                return YES
             empty = MAYBE if said is None else YES if said == "" else NO
             return empty if inner[0] == "-z" else _NOT[empty]
         if len(inner) == 1 and kind != "((":
@@ -132,9 +149,11 @@ class ShellJobBranches:
         a, b = (self.value(f"$(({x}))" if kind == "((" else x) for x in (left, right))
         if a is None or b is None:
             return MAYBE
+        if kind in ("[", "test") and any(x == "" and word[0] not in "\"'" for x, word in ((a, left), (b, right))):
+            return NO  # nor here, which is an error
         op = _ORDERS.get(op, op) if kind == "((" else op
         if op in _SAME or op == "!=":
-            same = fnmatchcase(a, b) if kind == "[[" and right[:1] not in "\"'" else a == b
+            same = _like(a, b, right) if kind == "[[" else a == b
             return YES if same == (op != "!=") else NO
         if op not in _ORDERED or not all(re.fullmatch(r"-?\d{1,15}", x) for x in (a, b)):
             return MAYBE
@@ -165,11 +184,18 @@ class ShellJobBranches:
                 words = words[2:]
             elif here is not None and key == "elif":
                 here.ask()
+            elif key in _LOOPS and len(words) > 1:
+                self.blocks.append(ShellJobBlock(loop=key, outside=self._outer()))
+                if key in ("for", "select"):  # each round has another value
+                    return [f"{name}={ANSWER}" for name in re.findall(NAME, words[1])[:1]]
+            elif here is not None and key == "do":
+                none = (here.loop, here.holds) in (("while", NO), ("until", YES))
+                here.enter(NO if none else MAYBE)  # as often as somebody knows
             elif here is not None and key == "then":
                 here.enter(here.holds or MAYBE)
             elif here is not None and key == "else":
                 here.enter(YES)
-            elif here is not None and (key in ("fi", "esac") if not here.group else key == "}"):
+            elif here is not None and (key in ("fi", "esac", "done") if not here.group else key == "}"):
                 self.blocks.pop()
             else:
                 return words
@@ -180,11 +206,12 @@ class ShellJobBranches:
         """Whether a case's word is of a pattern, `a|b)` or `*)`."""
         patterns = "|".join(block.pattern).removeprefix("(").removesuffix(")").split("|")
         known = [self.value(p) for p in patterns]
-        if "*" in known:
+        if "*" in patterns:
             return YES
         if block.unknown or None in known:
             return MAYBE
-        return YES if any(p is not None and fnmatchcase(block.word or "", p) for p in known) else NO
+        pairs = zip(known, patterns, strict=True)
+        return YES if any(p is not None and _like(block.word or "", p, written) for p, written in pairs) else NO
 
 
 def _joined(left: ShellJobTruth | None, sign: str, right: ShellJobTruth) -> ShellJobTruth:
@@ -193,6 +220,11 @@ def _joined(left: ShellJobTruth | None, sign: str, right: ShellJobTruth) -> Shel
     if left is None or strong is None or right is strong:
         return right
     return left if left is strong or right is _NOT[strong] else MAYBE
+
+
+def _like(word: str, pattern: str, written: str) -> bool:
+    """Whether a word is of a pattern, of which nothing stands for anything else where it is written in quotes."""
+    return word == pattern if written[:1] in ("'", '"') else fnmatchcase(word, pattern.replace("[^", "[!"))
 
 
 def _turned(words: Sequence[str]) -> tuple[bool, Sequence[str]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ir.core.errors import PiperError
 from ir.core.files import FileErrors, check_plain, parse_json, parse_toml, read_text
-from piper_sim.frameworks.shell import MAYBE_SET, UNSET, environment, options, read_shell
+from piper_sim.frameworks.shell import environment, options, read_shell
+from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET
 from piper_sim.frameworks.table import FORM, facts
 
 MOST_ARGUMENTS = 10_000
@@ -217,7 +218,7 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
     cut = programs[-1] if programs else first if first == 0 or not _launches(words[:first]) else len(words)
     launcher, program = job.command[:cut], job.command[cut + bool(programs) :]
     found = [*_options(job.batch, "launcher"), *_options(launcher, "launcher")]
-    found += [JobArgument(k, v.replace(UNSET, _SHOWN), "environment") for k, v in environment(job).items()]
+    found += [JobArgument(k, _said(v), "environment") for k, v in environment(job).items()]
     own = list(_options(program, ""))
     own += [replace(a, doubt="bash ends the command on a line before it") for a in _options(job.lost, "")]
     if not own and not any(a.place == "launcher" for a in found):
@@ -228,10 +229,14 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
         path,
         framework or _of_script(launcher, own),
         (*found, *own),
-        {k.replace(UNSET, _SHOWN): v for k, v in job.files.items()},
+        {_said(k): v for k, v in job.files.items()},
         Path(words[programs[-1]]).name if programs else "",
         job.others,
     )
+
+
+def _said(text: str) -> str:
+    return text.replace(ANSWER, UNSET).replace(UNSET, _SHOWN)
 
 
 def _launches(words: Iterable[str]) -> bool:
@@ -255,10 +260,8 @@ def _options(words: list[str], place: str) -> Iterator[JobArgument]:
         if name or not place:
             unset = any(UNSET in str(v) for v in _words(value)) or UNSET in name
             doubt = "a variable or command whose value the file does not say" if unset else ""
-            shown: object = " ".join(str(v).replace(UNSET, _SHOWN) for v in _words(value)) if unset else value
-            yield JobArgument(
-                (name or str(value)).replace(UNSET, _SHOWN), shown if name else "", place, "", doubt, perhaps
-            )
+            shown: object = " ".join(_said(str(v)) for v in _words(value)) if unset else value
+            yield JobArgument(_said(name or str(value)), shown if name else "", place, "", doubt, perhaps)
 
 
 def _unmarked(value: object) -> object:

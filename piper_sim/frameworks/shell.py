@@ -3,31 +3,20 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ir.core.files import FileErrors
-from piper_sim.frameworks.branches import MAYBE, NO, ShellJobBranches
-from piper_sim.frameworks.statements import DEEP, INNER, NAME, NESTED, statements
+from piper_sim.frameworks.branches import MAYBE, NO, YES, ShellJobBranches
+from piper_sim.frameworks.statements import INNER, NAME, ShellJobStatement, statements
+from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET, settings
+from piper_sim.frameworks.words import ShellJob, expanded, marked, split_words, substituted
 
 MOST_WORDS = 20_000
-UNSET = "\u2e2e"  # stands where a variable's value is not in the file
-MAYBE_SET = "\u2e2f"  # behind each word of a value that a branch gave which may not be taken
-_ASSIGN = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
-_REFERENCE = re.compile(
-    rf"\$(?:\{{(?P<braced>{NAME}|\d+)(?:\[[@*]\])?(?:(?P<empty>:?)(?P<op>[-=?+])(?P<default>{NESTED}*+))?\}}"
-    rf"|(?P<plain>{NAME})|(?P<one>[0-9@*#?$!])|\{{(?P<odd>{NESTED}*+)\}})"
-)
+_ASSIGN = re.compile(rf"({NAME})(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _LIST = rf"{NAME}\+?=\((?:{INNER}|[^()\"'`\\])*+\)"
 _WORD = re.compile(rf"{_LIST}|;+|&&|\|\|?|(?:{INNER}|(?!&&)[^\s\"'`\\;|])+", re.DOTALL)
-# "$@", and variables that by their names hold arguments: unset, they are none
-_BAG = r"(?i:[A-Z_]*(?:ARGS|ARGUMENTS|OPTS?|OPTIONS|FLAGS|EXTRA|PARAMS)[A-Z_]*)"
-_ARGUMENTS = re.compile(rf'"?\$(?:[@*]|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?\}}?)"?')
-_PIECE = re.compile(rf"{INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
 _ENDS = {";", ";;", "&&", "||", "|", "&", "(", ")"}
 _REDIRECTION = re.compile(r"\d?&?[<>]")
-_SUM = re.compile(rf"\$\(\(({DEEP}*+)\)\)")
-_SET = re.compile(rf"({NAME})\s*(?:([-+*/%]?)=(?!=)\s*(.+)|([-+])\4)")  # in `((…))` and `let`
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _SLURM: dict[str, tuple[str, ...]] = {
     "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -40,28 +29,6 @@ _SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "e
 _SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 
 
-@dataclass
-class ShellJob:
-    """A script, read. command: words of its launch; batch: of its #SBATCH lines; exports: variables as they ended;
-    files: what it writes by itself (`cat <<EOF > ds.json`). lost: arguments behind a comment or an empty line that ends
-    the launch; others: commands that train, too. letters: of all variables' values.
-    """
-
-    command: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    batch: list[str] = field(default_factory=list)
-    exports: dict[str, str] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
-    others: int = 0
-    letters: int = 0
-
-    def value(self, word: str) -> str | None:
-        """What one word as written stands for; None where the file does not say."""
-        found = " ".join(_expanded(self, word))
-        return None if UNSET in found or MAYBE_SET in found else found
-
-
 def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     """The launch of a script, or of a bare list of arguments.
 
@@ -72,38 +39,63 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
 
     Raises PiperError (job): a quote that is not closed, more words than a launch has.
     """
-    job, commands, count = ShellJob(), list[list[str]](), 0
-    branches = ShellJobBranches(job.value, job.variables.__contains__)
-    for statement in statements(text):
+    job, lines = ShellJob(), list(statements(text))
+    named = {w for x in lines for w in re.findall(r"(?<![\w:.-])(?<!function )[\w:.-]++(?! ?\(\))", x.line)}
+    branches = ShellJobBranches(job.value, job.variables.__contains__, named.__contains__)
+    for statement in lines:
         if statement.line.startswith("#SBATCH"):
             job.batch += _split(statement.line[7:], form, file)
             for name, value in options(job.batch):
                 job.variables.update(dict.fromkeys(_SLURM.get(name, ()), str(value)))
             continue
-        words, joined = _split(statement.line, form, file), ";"
+        words = _split(statement.line, form, file)
         _check_length(len(words), form, file)
-        while words:
-            ends = _ENDS - {")"} if branches.patterns else _ENDS
-            end = next((i for i, w in enumerate(words) if w in ends), len(words))
-            here, runs = branches.step(words[:end], joined)
-            joined = words[end] if end < len(words) else ";"
-            words = words[end + 1 :]
-            if runs is not NO and (command := _command(job, here, (form, file), runs is MAYBE)):
-                commands.append(command)
-                count += len(command)
-            if runs is not NO and statement.target:
-                body = statement.body if statement.literal else _text(job, statement.body)
-                job.files[_text(job, statement.target)] = body.replace(MAYBE_SET, "")
-            if joined == ";;":
-                branches.arm_ends()
-        _check_length(count + job.letters / 4, form, file)
-    found = [_unwrapped(job, words) for words in commands]
-    job.command = max(found, key=_looks, default=[])
-    job.others = len({tuple(x) for x in found if all(_looks(x)[:3])} - {tuple(job.command)})
-    behind = found[found.index(job.command) + 1 :] if found else []
+        if _followed(job, branches, words, statement, (form, file)):
+            break
+        _check_length(job.letters / 4, form, file)
+    job.others = len({tuple(x) for x in job.found if all(_looks(x)[:3])} - {tuple(job.command)})
+    behind = job.found[job.found.index(job.command) + 1 :] if job.found else []
     for words in takewhile(lambda words: words[0].startswith("-"), behind):
         (job.command if job.command[0].startswith("-") else job.lost).extend(words)
     return job
+
+
+def _followed(
+    job: ShellJob,
+    branches: ShellJobBranches,
+    words: list[str],
+    whole: ShellJobStatement,
+    source: tuple[FileErrors, str],
+) -> bool:
+    """Follow the commands of one statement. Returns whether the script ends there, behind its launch."""
+    joined = ";"
+    while words:
+        ends = _ENDS - {")"} if branches.patterns else _ENDS
+        end = next((i for i, w in enumerate(words) if w in ends), len(words))
+        here, runs = branches.step(words[:end], joined)
+        while job.locals and job.locals[-1][0] > branches.groups:  # their function has ended
+            _, name, value = job.locals.pop()
+            job.variables[name] = UNSET if value is None else value
+        if here[:1] == ["local"]:
+            names = (m[0] for w in here[1:] if (m := re.match(NAME, w)))
+            job.locals += [(branches.groups, name, job.variables.get(name)) for name in names]
+        joined = words[end] if end < len(words) else ";"
+        words = words[end + 1 :]
+        job.maybe = runs is MAYBE
+        command, own = _command(job, here, source) if runs is not NO else ([], {})
+        if command:
+            job.found.append(_unwrapped(job, command, own))
+            job.letters += len(command) * 4
+            if not job.command or _looks(job.found[-1]) > _looks(job.command):
+                job.command, job.environment = job.found[-1], job.exports | own
+        if runs is not NO and whole.target:
+            body = whole.body if whole.literal else substituted(job, whole.body)
+            job.files[substituted(job, whole.target)] = body.replace(MAYBE_SET, "")
+        if joined == ";;":
+            branches.arm_ends()
+        if runs is YES and command[:1] == ["exit"] and _looks(job.command)[0] and not branches.groups:
+            return True
+    return False
 
 
 def _check_length(words: float, form: FileErrors, file: str) -> None:
@@ -111,29 +103,67 @@ def _check_length(words: float, form: FileErrors, file: str) -> None:
         raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
 
 
-def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str], maybe: bool) -> list[str]:
-    """One command's words, expanded; assignments before it are kept in mind. maybe: whether it may not run."""
+def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) -> tuple[list[str], dict[str, str]]:
+    """One command's words, expanded, and the variables that stand before it; what it sets is kept in mind."""
+    unsaid = _unsaid(job, words)
     while words and words[0] in _SKIP:
-        words = words[1:]
-    if words and words[-1][-1:] == ")" and "(" not in words[-1]:  # of `(cd x; …)`
-        words = [*words[:-1], words[-1][:-1]]
-    if words and re.match(r"\([^(]", words[0]):
-        words = [words[0][1:], *words[1:]]
-    exported = bool(words) and words[0] in _DECLARES
-    while words and (words[0] in _DECLARES or (exported and words[0].startswith("-"))):
         words = words[1:]
     if words and (words[0].startswith("((") or words[0] == "let"):
         sums = words[1:] if words[0] == "let" else [" ".join(words)[2:].removesuffix("))")]
-        found = filter(None, (_SET.fullmatch(x.strip("\"' ")) for x in sums))
-        words = [f"{m[1]}=$(({m[1] + op if (op := m[2] or m[4]) else ''}({m[3] or 1})))" for m in found]
-    while words and (m := _ASSIGN.fullmatch(words[0])):
-        array = _split(m[3][1:-1], *source) if m[3].startswith("(") and m[3].endswith(")") else None
-        _assign(job, m, array, exported or len(words) > 1, maybe)
+        words = [x for one in sums for x in settings(one.strip("\"' "))]
+    if words and re.match(r"\([^(]", words[0]):  # of `(cd x; …)`
+        words = [words[0][1:], *words[1:]]
+    if words and words[-1][-1:] == ")" and "(" not in words[-1]:
+        words = [*words[:-1], words[-1][:-1]]
+    exported = bool(words) and words[0] in _DECLARES
+    while words and (words[0] in _DECLARES or (exported and words[0].startswith("-"))):
         words = words[1:]
+    sets = list(takewhile(bool, map(_ASSIGN.fullmatch, words)))
+    words = words[len(sets) :]
     # Neither `2>&1` nor `> log` is an argument.
     away = {i for i, w in enumerate(words) if _REDIRECTION.match(w)}
     away |= {i + 1 for i in away if words[i].endswith((">", "<"))}
-    return [w for i, word in enumerate(words) if i not in away for w in _expanded(job, word)]
+    found = [w for i, word in enumerate(words) if i not in away for w in expanded(job, word)]
+    own = {}
+    for m in filter(None, (*sets, *map(_ASSIGN.fullmatch, unsaid))):
+        if words and UNSET not in m[4]:  # `A=1 run $A`, which knows no such A
+            own[m[1]] = " ".join(_value(job, m, source)[0])
+        else:
+            _assign(job, m, source, exported)
+    return [] if _given(job, found) else found, own
+
+
+def _unsaid(job: ShellJob, words: Sequence[str]) -> list[str]:
+    """What a command sets in a way that is not followed, and what it takes away, as assignments."""
+    value, names = ANSWER, list[str]()
+    match words[next((i for i, w in enumerate(words) if not _ASSIGN.fullmatch(w)), len(words)) :]:
+        case ["printf", "-v", name, *_]:
+            names = [name]
+        case ["read" | "mapfile" | "readarray" | "getopts", *more]:
+            names = [w for w in more if re.fullmatch(NAME, w)]
+        case ["unset", *more]:
+            value, names = UNSET, [m[0] for w in more if (m := re.match(NAME, w.strip("\"'")))]
+        case ["eval", first, *more] if not _ASSIGN.fullmatch(first):
+            text = " ".join(x for w in (first, *more) for x in expanded(job, w))
+            names = [] if "--" in text else re.findall(rf"(?:^|[\s;])({NAME})\+?=", text)
+    return [f"{name}={value}" for name in names]
+
+
+def _given(job: ShellJob, words: Sequence[str]) -> bool:
+    """Whether it is the shell's `set` or `shift`; the words that it leaves are kept as `@`."""
+    old = split_words(job.variables.get("@", ""))
+    match words:
+        case ["set", "--", *more]:
+            left = more
+        case ["shift", *more] if old:
+            left = old[int(more[0]) if more and more[0].isdigit() else 1 :]
+        case ["set" | "shift", *_]:
+            return True
+        case _:
+            return False
+    job.variables["@"] = " ".join(shlex.quote(w) for w in left) if not job.maybe else UNSET
+    job.letters += len(job.variables["@"])
+    return True
 
 
 def _split(line: str, form: FileErrors, file: str) -> list[str]:
@@ -151,127 +181,47 @@ def _split(line: str, form: FileErrors, file: str) -> list[str]:
     return words
 
 
-def _assign(job: ShellJob, m: re.Match[str], array: Sequence[str] | None, exported: bool, maybe: bool) -> None:
-    """One NAME=value. array: its words, where it is one. maybe: whether it may not be set."""
-    words = [w for word in ([m[3]] if array is None else array) for w in _expanded(job, word, array is not None)]
-    value = " ".join(words if array is None else map(shlex.quote, words))
-    old = job.variables.get(m[1], "")
-    if maybe and UNSET in value and old and UNSET not in old and not m[2]:  # `--tp) TP=$2`: as if it were not asked for
-        value = re.sub(r"\S+", rf"\g<0>{MAYBE_SET}", old.replace(MAYBE_SET, ""))
-    elif maybe:  # what stood there before stands there in any case
-        same = old if old and not m[2] and value.startswith(old) else ""
-        value = same + re.sub(r"\S+", rf"\g<0>{MAYBE_SET}", value[len(same) :].replace(MAYBE_SET, ""))
-    between = " " if array is not None and old else ""
-    job.variables[m[1]] = f"{old}{between}{value}" if m[2] else value
-    job.letters += len(job.variables[m[1]]) - len(old)
-    if exported or m[1] in job.exports:
-        job.exports[m[1]] = job.variables[m[1]]
+def _value(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str]) -> tuple[list[str], bool]:
+    """The words that an assignment gives, and whether they are an array's."""
+    array = _split(m[4][1:-1], *source) if m[4].startswith("(") and m[4].endswith(")") else None
+    if m[2] or any(re.match(r"\[[^]]*\]\+?=", w) for w in array or ()):  # words by number or by name
+        return [ANSWER], True
+    given = [m[4]] if array is None else array
+    return [w for word in given for w in expanded(job, word, array is not None)], array is not None
 
 
-def _text(job: ShellJob, text: str, depth: int = 0, whole: bool = True) -> str:
-    """A text with its variables put in; what the file does not say becomes UNSET.
-
-    whole: it is not split into words, which takes the quotes of defaults away.
-    """
-
-    def put(m: re.Match[str]) -> str:
-        name = m["braced"] or m["plain"]
-        if m["odd"] is not None:
-            return "" if m["odd"][:1] in ("@", "*") else UNSET
-        if m["one"] or name is None:
-            return "" if m["one"] in ("@", "*") else UNSET
-        value, default = job.variables.get(name), m["default"]
-        missing = value in (None, UNSET) or (m["empty"] and not value)
-        if (missing and m["op"] in ("-", "=")) or (m["op"] == "+" and value is not None and not missing):
-            bare = re.sub(r"([\"'])(.*?)\1", r"\2", default, flags=re.DOTALL)
-            value = _text(job, bare if whole else default, depth + 1, whole) if depth < 9 else UNSET
-            if m["op"] == "=":
-                job.variables[name] = _text(job, bare, depth + 1) if depth < 9 else UNSET
-            return value
-        if m["op"] == "+":
-            return ""
-        return UNSET if value is None else value
-
-    text = re.sub(r"\$\((?!\()[^()]*\)|`[^`]*`", UNSET, text)
-    text = _REFERENCE.sub(put, text)[: 10**6]
-    return _SUM.sub(lambda m: _number(job, m[1]), text)
+def _assign(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str], exported: bool) -> None:
+    """One NAME=value."""
+    words, array = _value(job, m, source)
+    name, more = m[1], m[3] and not m[2]
+    value = " ".join(map(shlex.quote, words) if array and words != [ANSWER] else words)
+    old = job.variables.get(name, "")
+    if job.maybe and UNSET in value and old and UNSET not in old and not more:  # `--tp) TP=$2`: as if nobody asked
+        value = marked(old)
+    elif job.maybe and old and not (value or more):  # or what stood there
+        value = f"{UNSET}${name}"
+    elif job.maybe:  # what stood there before stands there in any case
+        same = old if old and not more and value.startswith(old) else ""
+        value = same + marked(value[len(same) :])
+    job.variables[name] = f"{old}{' ' if array and old else ''}{value}" if more else value
+    if array:
+        job.arrays.add(name)
+    elif not more:
+        job.arrays.discard(name)
+    job.letters += len(job.variables[name]) - len(old)
+    if exported or name in job.exports:
+        job.exports[name] = job.variables[name]
 
 
-def _number(job: ShellJob, text: str) -> str:
-    """A sum of whole numbers, as `$((…))` has it: products, sums and parentheses alone.
-
-    >>> _number(ShellJob(variables={"T": "2"}), "8*T*3/4/(1+T)+1")
-    '5'
-    """
-    text = re.sub(NAME, lambda m: job.variables.get(m[0], UNSET), text).replace(" ", "")
-    if MAYBE_SET in text:
-        return _number(job, text.replace(MAYBE_SET, "")) + MAYBE_SET
-    while (m := re.search(r"\(([^()]*)\)", text)) and UNSET not in text:
-        text = f"{text[: m.start()]}{_number(job, m[1])}{text[m.end() :]}"
-    if not re.fullmatch(r"\d{1,9}([-+*/%]\d{1,9}){0,9}", text):
-        return UNSET
-    total, sign = 0, 1
-    for plus, product in re.findall(r"([-+]?)([^-+]+)", text):
-        first, *rest = re.split(r"([*/%])", product)
-        value, sign = int(first), -1 if plus == "-" else 1
-        for op, word in zip(rest[::2], rest[1::2], strict=True):
-            if op != "*" and not int(word):
-                return UNSET
-            value = value * int(word) if op == "*" else value // int(word) if op == "/" else value % int(word)
-        total += sign * value
-    return str(total)
-
-
-def _expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
-    """One word as written to the words it stands for: only what is not quoted is split, and whole arrays.
-
-    split: false for the value of an assignment, which stays one word.
-
-    >>> job = ShellJob(variables={"A": "1 2"})
-    >>> _expanded(job, '--x="$A"'), _expanded(job, "$A"), _expanded(job, "'$A'"), _expanded(job, '"${A[@]}"')
-    (['--x=1 2'], ['1', '2'], ['$A'], ['1', '2'])
-    """
-    if (bag := _ARGUMENTS.fullmatch(word[:99])) and (
-        bag["bag"] is None or job.variables.get(bag["bag"], UNSET) == UNSET
-    ):
-        return [f"{UNSET}${bag['bag'] or '@'}"]
-    out, empty = [""], True
-    for m in _PIECE.finditer(word):
-        piece, first = m[0], m[0][0]
-        array = re.fullmatch(r'"?\$\{\w+\[@\]\}"?', piece)
-        if first == '"' and not array:
-            parts = (re.sub(r'\\(["\\`])', r"\1", part) for part in piece[1:-1].split(r"\$"))
-            out[-1] += "$".join(_text(job, part) for part in parts)
-        elif first == "'" or first == "\\":
-            out[-1] += piece[1:-1] if first == "'" else piece[1:].replace("\n", "")
-        elif array or "$" in piece or first == "`":
-            text = _text(job, piece.strip('"'), whole=not (split or array))
-            more = _words(text) if split or array else [text]
-            out[-1:] = [out[-1] + more[0], *more[1:]] if more else [out[-1]]
-            empty = empty and not more
-            continue
-        else:
-            out[-1] += piece
-        empty = False
-    return [] if empty else out
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
-
-
-def _unwrapped(job: ShellJob, words: list[str]) -> list[str]:
+def _unwrapped(job: ShellJob, words: list[str], own: dict[str, str]) -> list[str]:
     """`bash -c "…"`, which knows what is exported, and words that hold a whole command, split."""
-    known = {k: v for k, v in job.variables.items() if k in job.exports or k.startswith("SLURM_")}
+    known = {k: v for k, v in job.variables.items() if k in job.exports or k.startswith("SLURM_")} | own
     out: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         if " " in word and before in ("-c", "-lc"):
-            out += _words(_text(ShellJob(variables=known), word))
+            out += split_words(substituted(ShellJob(variables=known), word))
         else:
-            out += _words(word) if " " in word and re.search(r"(^|\s)--?\w", word) else [word]
+            out += split_words(word) if " " in word and re.search(r"(^|\s)--?\w", word) else [word]
     return out
 
 
@@ -303,4 +253,4 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
 
 def environment(job: ShellJob) -> Mapping[str, str]:
     """Exported variables whose names are in capitals, those that only carry arguments left out."""
-    return {k: v.replace(MAYBE_SET, "") for k, v in job.exports.items() if k.isupper() and "--" not in v}
+    return {k: v.replace(MAYBE_SET, "") for k, v in job.environment.items() if k.isupper() and "--" not in v}

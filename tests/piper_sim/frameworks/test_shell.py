@@ -13,7 +13,8 @@ from ir.core.files import FileErrors
 from ir.job.build import prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
-from piper_sim.frameworks.shell import MAYBE_SET, UNSET, read_shell
+from piper_sim.frameworks.shell import read_shell
+from piper_sim.frameworks.sums import MAYBE_SET, UNSET
 from tests.piper_sim.frameworks.test_import import TEXTS, imported, listed
 
 FORM = FileErrors("a launch", ErrorKind.JOB, "FILE")
@@ -145,6 +146,38 @@ READ = [  # lines parted by ~
     "run --a=1 \\~  # --b=2 \\~  --c=3 --d=4",
     "run --a=1 \\~~  --c=3 --d=4",
     "run --a=1 --b=\\~2 --c=3~--d=4",
+    "N=4~((N = 5 * 2))~((N /= 2))~((++N, N += 1))~run --n $N",
+    "A=(4 5 6)~run --n $A --m ${A} --k ${A[@]}",
+    'set -- --w 0 --x 1~shift 2~run "$@" --y $2 --z $# --d',
+    "N=3~M=5 N=4 run --n $N --d",
+    "N=4~unset N~run --n ${N:-7}",
+    "X=~[ $X != a ] && N=4~[ -n $X ] && M=5~run --n ${N:-3} --m ${M:-3}",
+    "f() { N=5; }~f~run --n $N",
+    "N=4~f() {~local N=9~}~f~run --n $N",
+    "until true; do N=4; done~while false; do M=4; done~run --n ${N:-5} --m ${M:-5}",
+    'case abc in [^x]*) N=4;; *) N=5;; esac~case a in "*") M=4;; *) M=5;; esac~run --n $N --m $M',
+    "if [ 1 = 1 ]; then run --n 4; exit; fi~run --n 5 --m 6",
+]
+
+NOT_FOLLOWED = [  # what sets a variable to what only bash knows, or may not be run
+    "N=4~for N in 1 2; do :; done~run --n $N",
+    "N=4~while [ $N -lt 8 ]; do N=$((N*2)); done~run --n $N",
+    "N=1~for ((i=0;i<3;i++)); do N=$((N*2)); done~run --n $N",
+    "A=--d~for i in 1 2; do A+=' --x 1'; done~run $A",
+    "N=4~read N <<< 5~run --n $N",
+    "N=4~IFS=: read N M <<< 5:6~run --n $N",
+    "N=4~printf -v N %d 5~run --n $N",
+    "N=4~eval 'N=5; M=6'~run --n $N",
+    "N=$(echo 5)~run --n ${N:-7}",
+    "N=$(echo 5)~: ${N:=7}~run --n $N",
+    "N=010~run --n $((N+1))",
+    "N=1+1~run --n $((N*2))",
+    "N=4~((N <<= 1))~run --n $N",
+    "N=4~: $((N += 2))~run --n $N",
+    "A=(--x 5)~A[1]=6~run ${A[@]}",
+    "A=([0]=--x [1]=5)~run ${A[@]}",
+    "N=3~f() {~N=4~}~run --n $N",
+    'A=--x~[ "$B" = 1 ] || A=~run $A --d',
 ]
 
 
@@ -152,6 +185,25 @@ READ = [  # lines parted by ~
 def test_words_are_those_of_bash(script: str) -> None:
     text = script.replace("~", "\n")
     assert read_shell(text, FORM, "x.sh").command == ["run", *_shown(text, check=False)]
+
+
+@pytest.mark.parametrize("script", NOT_FOLLOWED)
+def test_what_is_not_followed_is_marked(script: str) -> None:
+    text = script.replace("~", "\n")
+    found = read_shell(text, FORM, "x.sh").command
+    assert found != ["run", *_shown(text, check=False)] and any(UNSET in w or MAYBE_SET in w for w in found)
+
+
+def test_an_argument_that_an_undecided_branch_takes_away_is_listed(tmp_path: Path) -> None:
+    text = 'E="--recompute-granularity full"\nif [ "$SIZE" = small ]; then E=""; fi\n'
+    found = imported(tmp_path, text + LAUNCH.format("--num-layers 4 $E"))
+    assert "$E" in listed(found, ASSUMED) and "recompute" not in found.job["schedule"]
+
+
+def test_a_launch_has_the_environment_that_stands_before_it(tmp_path: Path) -> None:
+    text = "export NVTE_X=1 NVTE_Y=1\nNVTE_Y=2 " + LAUNCH.format("--num-layers 4") + "\nexport NVTE_X=3\n"
+    found = {e.argument.name: e.argument.value for e in imported(tmp_path, text).entries}
+    assert (found["NVTE_X"], found["NVTE_Y"]) == ("1", "2")
 
 
 def test_an_option_that_nobody_asks_for_leaves_what_was_there(tmp_path: Path) -> None:
@@ -198,6 +250,17 @@ def test_a_list_of_arguments_may_have_one_a_line(tmp_path: Path) -> None:
     )
 
 
+def _rounds(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    block = st.lists(inner, min_size=1, max_size=2).map("\n".join)
+    return (
+        st.builds(lambda n, w, a: f"for {n} in {w} 1; do\n{a}\ndone", NAMES, WORDS, block)
+        | st.builds(lambda a: f"I=0; while [ $I -lt 2 ]; do\n{a}\nI=$((I+1))\ndone", block)
+        | st.builds("read {} <<< 7\n{}".format, NAMES, block)
+        | st.builds("unset {}\n{}".format, NAMES, block)
+        | st.builds("(( {} = 3 * 2 ))\n{}".format, NAMES, block)
+    )
+
+
 SCRIPTS = st.lists(st.recursive(ASSIGNS, _nested, max_leaves=6), min_size=1, max_size=6).map("\n".join)
 
 
@@ -207,3 +270,11 @@ SCRIPTS = st.lists(st.recursive(ASSIGNS, _nested, max_leaves=6), min_size=1, max
 def test_variables_end_as_in_bash(script: str) -> None:
     text = f"A=\nB=\nC=\n{script}\n" + 'run "a=[$A]" "b=[$B]" "c=[$C]" --d'
     assert read_shell(text, FORM, "x.sh").command == ["run", *_shown(text, check=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.recursive(ASSIGNS, lambda x: _nested(x) | _rounds(x), max_leaves=6), max_size=5).map("\n".join))
+def test_variables_end_as_in_bash_or_are_marked(script: str) -> None:
+    text = f"A=\nB=\nC=\n{script}\n" + 'run "a=[$A]" "b=[$B]" "c=[$C]" --d'
+    pairs = zip(read_shell(text, FORM, "x.sh").command[1:], _shown(text, check=False), strict=True)
+    assert all(found == shown or UNSET in found or MAYBE_SET in found for found, shown in pairs)
