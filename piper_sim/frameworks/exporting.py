@@ -14,7 +14,7 @@ from ir.graph.recompute import RecomputedLayers
 from ir.job.build import PreparedJob, precision_of, prepare
 from ir.job.load import job_from
 from ir.job.schema import Job
-from ir.job.table import table_of, toml_sections
+from ir.job.table import keys_of, table_of, toml_sections
 from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import LayerForm, ModelConfig
 from piper_sim.frameworks.from_job import MEGATRON, facts_of, nodes_of
@@ -268,9 +268,10 @@ def _sharded(p: PreparedJob) -> bool:
 
 
 def _formats(job: Job) -> dict[str, object]:
-    """The number formats by name, those that the job leaves out too."""
-    found = precision_of(job)
-    return {f.name: str(getattr(found, f.name)) for f in fields(found)}
+    """The number formats by key, those that the job leaves out too."""
+    found, whole = precision_of(job), job.parallel.zero in (1, 2)
+    gather = found.updated if whole and found.updated else found.gather  # one key says both
+    return {**{k: str(getattr(found, k)) for k in keys_of("precision")}, "gather": str(gather)}
 
 
 def _left_out(mine: PreparedJob, back: PreparedJob) -> Iterator[tuple[str, object]]:

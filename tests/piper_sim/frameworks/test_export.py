@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ir.core.errors import PiperError
 from ir.job.build import PreparedJob, precision_of, prepare
 from ir.job.load import job_from
+from ir.job.table import keys_of
 from piper_sim.frameworks.exporting import FRAMEWORKS, LAUNCH, ExportedJob, export_launch
 from piper_sim.frameworks.importing import UNDERSTOOD, ImportedJob, import_launch
 from tests.piper_sim.frameworks.launches import files_of, written
@@ -122,6 +123,19 @@ def test_what_a_framework_cannot_say_is_refused_by_its_key(framework: str, secti
 
 
 GRADIENTS = {"precision.grads", "precision.reduce"}  # accelerate leaves them to DeepSpeed
+
+
+@pytest.mark.parametrize(
+    ("framework", "zero", "gather"), [("megatron", 1, "bf16"), ("primus", 2, "bf16"), ("automodel", 3, None)]
+)
+def test_a_format_that_a_launch_does_not_say_is_listed_by_its_key(
+    framework: str, zero: int, gather: str | None
+) -> None:
+    """Weights kept whole in fp32 come back from an update in fp32, and are read back as gathered in bf16."""
+    job = prepared(parallel={"zero": zero}, precision={"params": "fp32"})
+    left_out = export_launch(job, framework).left_out
+    assert left_out.get("precision.gather") == gather
+    assert {k.partition(".")[2] for k in left_out if k.startswith("precision.")} <= {*keys_of("precision")}
 
 
 def test_what_does_not_decide_the_plan_is_listed() -> None:
