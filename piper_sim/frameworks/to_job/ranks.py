@@ -157,7 +157,7 @@ def zero_of(framework: str, f: Facts) -> int | None:
     if f.get("distributed_optimizer") or f.get("optimizer") == "dist_muon":
         return max(1, int(f.get("zero", 0)))
     if f.get("distributed_optimizer") is False and framework in EVEN:
-        return 0
+        return found if (found := int(f.get("zero", 0))) > 1 else 0  # torch's FSDP2 goes without that optimizer
     if (how := f.get("reshard")) and f.get("zero", 3) == 3:
         if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
             return 0

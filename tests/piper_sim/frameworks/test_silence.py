@@ -12,7 +12,7 @@ import pytest
 from ir.job.build import prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.exporting import export_launch, hugging_face
-from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN, import_launch
 from tests.piper_sim.frameworks.test_export import TITAN, prepared, read_back
 from tests.piper_sim.frameworks.test_import import imported, listed
 
@@ -86,6 +86,16 @@ def test_what_wins_in_megatron_wherever_it_stands(tmp_path: Path, more: str, key
         section, name = key.split(".")
         assert found.job[section][name] == value and not listed(found, UNKNOWN)
         assert not lost or next(e.note for e in found.entries if e.argument.name.startswith(lost))
+
+
+def test_torchs_fsdp_under_megatron_goes_without_a_distributed_optimizer(tmp_path: Path) -> None:
+    """Primus' llama2_70B-BF16-pretrain.yaml says both, and what stops beside FSDP2 is left off in its others."""
+    config = tmp_path / "exp.yaml"
+    keys = dict(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64, use_distributed_optimizer=False)
+    for fsdp, zero in ((True, 3), (False, 0)):
+        given = {"framework": "megatron", "overrides": keys | {"use_torch_fsdp2": fsdp}}
+        config.write_text(json.dumps({"modules": {"pre_trainer": given}}))
+        assert import_launch(str(config)).job["parallel"]["zero"] == zero
 
 
 def test_half_gradients_of_megatron_come_back_as_they_went_out(tmp_path: Path) -> None:
