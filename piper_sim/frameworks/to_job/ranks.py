@@ -262,8 +262,12 @@ def batch(d: JobDraft, f: Facts) -> None:
         passes, over = divmod(size * count, max(1, local))
         if passes > 1 and not over and f.get("pp", 1) > 1 and not f.get("csv"):  # accumulated: each runs empty
             d.put("schedule", flushes=passes)
-    elif size is None and total and count:
+    elif size is None and total and (count or d.framework in {*BY_LAYERS, "accelerate"}):
+        count = count or 1  # DeepSpeed accumulates nothing where nobody asks for it
         size = max(1, total // (count * dp))
+        d.expect(
+            total == size * count * dp, "global_batch", f"{total} sequences are not {size} · {count} on {dp} replicas"
+        )
     elif total and not count:
         if total % ((size or 1) * dp):
             d.doubts["global_batch"] = f"{total} sequences do not divide by {size or 1} on {dp} replicas: rounded"

@@ -212,6 +212,15 @@ def test_a_batch_that_is_no_product_is_said(tmp_path: Path) -> None:
     assert "train_batch_size" in listed(whole, UNDERSTOOD) and whole.job["cluster"]["gpus_per_node"] == 8
 
 
+@pytest.mark.parametrize("total", [64, 60])
+def test_deepspeed_accumulates_nothing_by_itself(tmp_path: Path, total: int) -> None:
+    """deepspeed/runtime/config.py, _set_batch_related_parameters: a train_batch_size alone is one microbatch."""
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": total, "zero_optimization": {"stage": 2}}))
+    found = imported(tmp_path, f"deepspeed --num_nodes 2 --num_gpus 8 train.py --deepspeed_config ds.json {SIZES}\n")
+    assert (found.job["schedule"]["microbatch_size"], found.job["schedule"]["microbatches"]) == (total // 16, 1)
+    assert ("train_batch_size" in listed(found, ASSUMED)) == bool(total % 16)
+
+
 def test_a_bucket_of_deepspeed_has_elements_of_the_format_that_it_reduces(tmp_path: Path) -> None:
     said = DS | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20}}
     assert imported(tmp_path, json.dumps(said), "ds.json").job["parallel"]["bucket_MiB"] == 2
