@@ -25,8 +25,8 @@ def read_value(how: str, value: object) -> object:
     (1024, 'bf16', 'adamw')
     >>> read_value("class", "nemo.collections.llm.Llama3Config8B")
     'Llama3Config8B'
-    >>> read_value("pattern", "([0]*3+[1])*2"), read_value("gres", "gpu:h100:8")
-    ([0, 0, 0, 1, 0, 0, 0, 1], 8)
+    >>> read_value("pattern", "([0]*3+[1])*2"), read_value("slots", "a:0,1@b:0")
+    ([0, 0, 0, 1, 0, 0, 0, 1], [2, 1])
 
     Raises ValueError: it is no such value; the text says what would be.
     """
@@ -60,8 +60,6 @@ def read_value(how: str, value: object) -> object:
             return str(value).rpartition(".")[2]
         case "last":
             return int(_number("".join(re.findall(r"(\d+)\D*$", str(value)))))
-        case "gres":
-            return int(_number(str(value).rpartition(":")[2]))
         case "ones":
             return int(_number(value)) if value not in (1, "1") else None
         case "fp8list":
@@ -134,12 +132,25 @@ def _modules(value: object) -> list[int]:
     return [*map(len, found)]
 
 
-def _slots(value: object) -> int:
-    """Devices of `host:0,1@other:0`."""
+def _slots(value: object) -> list[int]:
+    """How many devices of each host: `host:0,1@other:0`."""
     found = re.findall(r"[^@:]+:(\d+(?:,\d+)*)(?:@|$)", str(value))
     if len(found) != str(value).count("@") + 1:
         raise ValueError("a list of devices like localhost:0,1,2,3")
-    return sum(len(x.split(",")) for x in found)
+    return [len(x.split(",")) for x in found]
+
+
+def _gres(value: object) -> int | None:
+    """GPUs among a node's generic resources, None where there are others alone.
+
+    >>> _gres("nvme:1,gpu:h100:8(S:0-1)"), _gres("gpu"), _gres("nvme:1")
+    (8, 1, None)
+    """
+    words = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    found = re.findall(r"(?:^|,)(?:gres[:/])?gpu(?::[A-Za-z][^:,()]*)?(?::(\d+)|(?=[,(]|$))", words)
+    if not found and "gpu" in words:
+        raise ValueError("resources like gpu:8")
+    return sum(int(n or 1) for n in found) or None
 
 
 def _list(value: object) -> list[str]:
@@ -207,6 +218,7 @@ _READ: Mapping[str, Callable[[object], object]] = {
     "modules": _modules,
     "nodes": _nodes,
     "slots": _slots,
+    "gres": _gres,
 }
 
 

@@ -156,8 +156,8 @@ def zero_of(framework: str, f: Facts) -> int | None:
         return int(f.get("sharding", 0))
     if f.get("distributed_optimizer") or f.get("optimizer") == "dist_muon":
         return max(1, int(f.get("zero", 0)))
-    if f.get("distributed_optimizer") is False and framework in EVEN:
-        return found if (found := int(f.get("zero", 0))) > 1 else 0  # torch's FSDP2 goes without that optimizer
+    if f.get("distributed_optimizer") is False and framework in EVEN and f.get("zero", 0) < 2:  # else torch's FSDP2
+        return 0
     if (how := f.get("reshard")) and f.get("zero", 3) == 3:
         if f.get("dp_shard") == 1 and f.get("cp", 1) == 1:
             return 0
@@ -195,10 +195,16 @@ def cluster(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> None:
     why = "named by the file's path" if hints.get("gpu") else "the file names no GPU: put yours here"
     d.fill("cluster.gpu", hints.get("gpu") or "h100-sxm", why)
     nodes, per, gpus = f.get("nodes"), f.get("per_node") or f.get("node_tasks"), f.get("gpus")
+    if slots := f.get("slots"):
+        nodes, per, gpus = len(slots), slots[0], sum(slots)
+        d.expect(set(slots) == {per}, "slots", f"{gpus} devices of {nodes} hosts, with as many on each")
     gpus = gpus if gpus or (nodes and per) else f.get("tasks")  # a task may start a launcher of its own
     if gpus and not (nodes and per and nodes * per == gpus):
+        usual = not nodes and not per and gpus > 8
         nodes = nodes if nodes and gpus % nodes == 0 else max(1, gpus // (per or 8))
         per = gpus // nodes if gpus % nodes == 0 else None
+        if usual and per:
+            d.fill("cluster.gpus_per_node", per, "as many as a node usually has")
     if nodes and not per and nodes * 8 % inner == 0:
         per = 8
         d.fill("cluster.gpus_per_node", per, "as many as a node usually has")

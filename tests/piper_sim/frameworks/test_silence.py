@@ -159,7 +159,11 @@ def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_pat
         ("mpirun -np 16 python {}", (2, 8)),
         # deepspeed/launcher/runner.py: parse_resource_filter
         ("deepspeed --include localhost:0,1,2,3 {}", (1, 4)),
-        ("deepspeed --include='a:0,1@b:0,1' {}", (1, 4)),
+        ("deepspeed --include='a:0,1@b:0,1' {}", (2, 2)),
+        # slurm's gres: name[:type][:count], several of them
+        ("#SBATCH --nodes=4\n#SBATCH --gres=gpu:8,nvme:1\nsrun python {}", (4, 8)),
+        ("#SBATCH --nodes=4\n#SBATCH --gres=nvme:2,gpu:a100:4(S:0-1)\nsrun python {}", (4, 4)),
+        ("#SBATCH --nodes=4\n#SBATCH --gres=nvme:1\nsrun --ntasks-per-node=8 python {}", (4, 8)),
         # torch/distributed/run.py: --nnodes MIN:MAX
         ("torchrun --nnodes=4:4 --nproc-per-node=8 {}", (4, 8)),
     ],
@@ -168,6 +172,14 @@ def test_a_launcher_says_how_many_ranks_there_are(tmp_path: Path, start: str, ra
     found = imported(tmp_path, "#!/bin/bash\n" + start.format(f"pretrain_gpt.py {SIZES} --bf16"))
     assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == ranks
     assert not listed(found, UNKNOWN)
+    per = [e.argument.value for e in found.entries if e.key == "cluster.gpus_per_node" and e.list == ASSUMED]
+    assert per == ([8] if "-np 16" in start else []), "which nobody states"
+
+
+def test_hosts_with_other_numbers_of_devices_are_not_understood(tmp_path: Path) -> None:
+    found = imported(tmp_path, f"deepspeed --include='a:0,1,2@b:0' pretrain_gpt.py {SIZES} --bf16")
+    assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == (2, 2)
+    assert "--include" in listed(found, ASSUMED)
 
 
 @pytest.mark.parametrize("nodes", ["$NNODES", "1:4"])
