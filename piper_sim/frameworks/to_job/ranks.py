@@ -88,8 +88,13 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
         counts = spread(_decoders(d) or 0, stages, f.get("first_less", 0), f.get("last_less", 0))
         found = f["parts"] if len(f.get("parts", ())) == stages else counts
         d.put("parallel", layers="even" if found and len(set(found)) == 1 else found)
-    elif pp > 1 and d.framework in {*BY_LAYERS, "accelerate"} and (_decoders(d) or 1) % stages == 0:
-        d.put("parallel", layers="even")
+    elif pp > 1 and d.framework in {*BY_LAYERS, "accelerate"}:
+        how, layers = f.get("partition", "layers"), _decoders(d) or 0
+        d.expect(how in ("layers", "ends"), "partition", f"stages are not cut by {how}, but evened out in time")
+        if how in ("layers", "ends") and (layers + 2 * (how == "ends")) % stages == 0:  # both ends count as layers
+            d.put("parallel", layers="even")
+        else:
+            d.fill("parallel.layers", "balanced", f"{layers} layers do not divide by {stages} stages")
 
 
 def spread(layers: int, stages: int, first: int, last: int) -> list[int] | None:

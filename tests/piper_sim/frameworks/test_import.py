@@ -115,7 +115,9 @@ def test_a_batch_script_that_wraps_its_command_and_writes_its_json(tmp_path: Pat
     found = imported(tmp_path, TEXTS["texts"]["wrapped"], "run.slurm")
     assert found.framework == "deepspeed" and not listed(found, UNKNOWN)
     assert listed(found, ASSUMED) == ["--rampup-batch-size"]
-    assert found.job["parallel"] == {"pp": 3, "zero": 1} and set(found.job["precision"].values()) == {"bf16"}
+    assert found.job["parallel"] == {"pp": 3, "zero": 1, "layers": "balanced"} and set(
+        found.job["precision"].values()
+    ) == {"bf16"}
     assert [found.job["cluster"][k] for k in ("nodes", "gpus_per_node")] == [6, 4]
     assert [found.job["schedule"][k] for k in ("microbatch_size", "microbatches")] == [2, 3]
     assert "bf16.enabled" in [e.argument.name for e in found.entries if "ds." in e.argument.file]

@@ -279,7 +279,30 @@ def test_deepspeeds_stages_have_as_many_layers_each(tmp_path: Path) -> None:
     text = PIPE + "--deepspeed --zero-stage 1"
     assert imported(tmp_path, text).job["parallel"]["layers"] == "even"
     odd = imported(tmp_path, text.replace("--num-layers 8", "--num-layers 9"))
-    assert "layers" not in odd.job["parallel"]
+    assert [e.argument.value for e in odd.entries if e.key == "parallel.layers" and e.list == ASSUMED] == ["balanced"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "how", "split"),
+    [
+        # BLOOM's: embedding and head count as layers
+        (6, 4, "type:transformer|embedding", (1, 2, 2, 1)),
+        (2, 4, "type:transformer|embedding", (0, 1, 1, 0)),
+        (8, 4, "type:transformer", (2, 2, 2, 2)),
+    ],
+)
+def test_deepspeeds_stages_are_cut_as_the_launch_says(
+    tmp_path: Path, layers: int, pp: int, how: str, split: tuple[int, ...]
+) -> None:
+    text = PIPE.replace("--num-layers 8", f"--num-layers {layers}") + f"--pp-partition-method '{how}' --deepspeed"
+    found = imported(tmp_path, text)
+    assert prepare(job_from(found.job)).layers == split and not listed(found, UNKNOWN)
+
+
+@pytest.mark.parametrize(("how", "list_of"), [("parameters", ASSUMED), ("type:mlp", UNKNOWN)])
+def test_a_cut_of_deepspeeds_that_is_not_built_is_listed(tmp_path: Path, how: str, list_of: str) -> None:
+    found = imported(tmp_path, f"{PIPE} --pp-partition-method '{how}' --deepspeed")
+    assert "--pp-partition-method" in listed(found, list_of)
 
 
 def test_gpt_neox_has_a_word_for_no_pipeline(tmp_path: Path) -> None:
