@@ -198,10 +198,10 @@ def _assign(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str], exp
     old = job.variables.get(name, "")
     if job.maybe and UNSET in value and old and UNSET not in old and not more:  # `--tp) TP=$2`: as if nobody asked
         value = marked(old)
-    elif job.maybe and old and not (value or more):  # or what stood there
+    elif job.maybe and not (value.strip() or more) and (old or "$" in m[4]):  # or what stood there, or will
         value = f"{UNSET}${name}"
     elif job.maybe:  # what stood there before stands there in any case
-        same = old if old and not more and value.startswith(old) else ""
+        same = old if old and not more and value.startswith(old) and not value.startswith(old + MAYBE_SET) else ""
         value = same + marked(value[len(same) :])
     job.variables[name] = f"{old}{' ' if array and old else ''}{value}" if more else value
     if array:

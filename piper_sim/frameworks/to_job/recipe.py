@@ -146,6 +146,8 @@ def storage(d: JobDraft, f: Facts) -> Facts:
         d.expect(reduce, "reduce", f"megatron takes it with bf16 alone: gradients are {grads or kind}'s")
     if framework in EVEN and not f.get("fsdp"):  # one buffer, whose format goes over the wire
         own = "fp16" if framework == "megatron" and kind == "fp16" and grads is None else None
+        if framework in ("megatron", "primus") and kind == grads == "bf16":  # else that buffer is in fp32
+            own = grads
         reduce = reduce or own
         grads = grads or reduce
     elif (framework in BY_LAYERS or f.get("distributed_type") == DEEPSPEED) and kind in ("bf16", "fp16"):

@@ -177,6 +177,8 @@ NOT_FOLLOWED = [  # what sets a variable to what only bash knows, or may not be 
     "A=(--x 5)~A[1]=6~run ${A[@]}",
     "A=([0]=--x [1]=5)~run ${A[@]}",
     "N=3~f() {~N=4~}~run --n $N",
+    "N=3~if [ -f x ]; then N=${M:-3}; M=4; fi~M=$(echo 4)~for I in 1; do N=${M:-3}; done~run --n $N",
+    "A=--d~for I in 1 2; do A=$B; B=--x; done~run $A",
     'A=--x~[ "$B" = 1 ] || A=~run $A --d',
 ]
 
@@ -250,11 +252,14 @@ def test_a_list_of_arguments_may_have_one_a_line(tmp_path: Path) -> None:
     )
 
 
+GIVEN = st.builds(lambda n, plus, w: f"{n}{plus}={w}", NAMES, st.sampled_from(["", "+"]), st.sampled_from("12x"))
+
+
 def _rounds(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     block = st.lists(inner, min_size=1, max_size=2).map("\n".join)
     return (
-        st.builds(lambda n, w, a: f"for {n} in {w} 1; do\n{a}\ndone", NAMES, WORDS, block)
-        | st.builds(lambda a: f"I=0; while [ $I -lt 2 ]; do\n{a}\nI=$((I+1))\ndone", block)
+        st.builds(lambda n, w, a: f"for {n} in {w} 1; do\n{a}\ndone", NAMES, WORDS, GIVEN)
+        | st.builds(lambda a: f"I=0; while [ $I -lt 2 ]; do\n{a}\nI=$((I+1))\ndone", GIVEN)
         | st.builds("read {} <<< 7\n{}".format, NAMES, block)
         | st.builds("unset {}\n{}".format, NAMES, block)
         | st.builds("(( {} = 3 * 2 ))\n{}".format, NAMES, block)
@@ -277,4 +282,5 @@ def test_variables_end_as_in_bash(script: str) -> None:
 def test_variables_end_as_in_bash_or_are_marked(script: str) -> None:
     text = f"A=\nB=\nC=\n{script}\n" + 'run "a=[$A]" "b=[$B]" "c=[$C]" --d'
     pairs = zip(read_shell(text, FORM, "x.sh").command[1:], _shown(text, check=False), strict=True)
-    assert all(found == shown or UNSET in found or MAYBE_SET in found for found, shown in pairs)
+    for found, shown in pairs:  # blanks aside, which end no word
+        assert found.replace(" ", "") == shown.replace(" ", "") or UNSET in found or MAYBE_SET in found

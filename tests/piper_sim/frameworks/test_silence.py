@@ -55,6 +55,8 @@ DSA = "--multi-latent-attention --q-lora-rank 24 --experimental-attention-varian
         ("", "precision", "grads", None),
         ("--grad-reduce-in-bf16", "precision", "grads", "bf16"),
         ("--grad-reduce-in-bf16", "precision", "reduce", "bf16"),
+        ("--main-grads-dtype bf16 --use-precision-aware-optimizer", "precision", "reduce", "bf16"),
+        ("--accumulate-allreduce-grads-in-fp32", "precision", "reduce", None),
     ],
 )
 def test_what_megatron_takes_by_itself(tmp_path: Path, more: str, section: str, key: str, value: object) -> None:
