@@ -169,8 +169,8 @@ def zero_of(framework: str, f: Facts) -> int | None:
         if f.get("pp", 1) > 1 and framework.endswith("torchtitan"):
             return 1  # torch's pipelining keeps whole gradients, and reduces them once a step (REDUCE_GRAD)
         return 3 if how == "always" or (how == "default" and f.get("pp", 1) == 1) else 2
-    kind = f.get("distributed_type")
-    found = f.get("zero", kind if isinstance(kind, int) else None)
+    kind = f.get("distributed_type")  # accelerate's; Megatron's shards are an argument of its own
+    found = f.get("zero", 0 if kind == "megatron" else kind)
     return None if found is None else int(found)
 
 

@@ -153,8 +153,9 @@ def storage(d: JobDraft, f: Facts) -> Facts:
     elif (framework in BY_LAYERS or f.get("distributed_type") == DEEPSPEED) and kind in ("bf16", "fp16"):
         reduce = reduce or kind
         grads = grads or ("fp32" if kind == "bf16" and not zero_of(framework, f) else kind)
-    elif framework == "accelerate" and f.get("distributed_type") == FSDP and kind in ("bf16", "fp16"):
-        params, reduce = params or "fp32", reduce or kind  # it raises weights to fp32, and casts what it gathers
+    elif framework == "accelerate" and f.get("distributed_type") in (FSDP, 0) and kind in ("bf16", "fp16"):
+        params = params or "fp32"  # as they are, under autocast; FSDP raises them, and casts what it gathers
+        reduce = reduce or (kind if f["distributed_type"] == FSDP else None)
     return {"params": params, "grads": grads, "reduce": reduce}
 
 

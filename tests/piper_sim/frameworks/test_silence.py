@@ -398,6 +398,7 @@ def test_stages_that_are_no_run_of_layers_are_not_understood(tmp_path: Path) -> 
         ("--use_deepspeed", 2),
         ("--use_deepspeed --zero_stage 3", 3),
         ("--multi_gpu", 0),
+        ("", 0),
     ],
 )
 def test_accelerates_flags_say_what_its_file_would(tmp_path: Path, flags: str, zero: int) -> None:
@@ -407,10 +408,15 @@ def test_accelerates_flags_say_what_its_file_would(tmp_path: Path, flags: str, z
     found = imported(tmp_path, text)
     assert found.framework == "accelerate" and not listed(found, UNKNOWN)
     assert (found.job["parallel"]["zero"], found.job["precision"]["compute"]) == (zero, "bf16")
-    # accelerator.py: "Upcasted low precision parameters"; FullyShardedDataParallelPlugin.set_mixed_precision
+    # accelerator.py: "Upcasted low precision parameters"; FullyShardedDataParallelPlugin.set_mixed_precision; without
+    # either, forward runs under autocast, and weights and their gradients stay as they are
     said = found.job["precision"]
     assert (said.get("params"), said.get("reduce")) == (
-        ("fp32", "bf16") if "fsdp" in flags else (None, "bf16" if zero else None)
+        None if "deepspeed" in flags else "fp32",
+        "bf16" if zero else None,
+    )
+    assert [e.argument.value for e in found.entries if e.key == "parallel.zero" and not e.argument.name] == [0] * (
+        not flags
     )
     file = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {gradient_accumulation_steps: 4}\n"
     assert imported(tmp_path, file, "a.yaml").job["parallel"]["zero"] == 2
