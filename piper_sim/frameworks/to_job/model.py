@@ -42,8 +42,8 @@ def trained(hints: Mapping[str, str]) -> str:
 
 def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     """The job's `[model]`: sizes inline where the file states them, a preset where it names a model."""
-    out: dict[str, Any] = {"seq_len": f["seq_len"]} if f.get("seq_len") else {}
-    if "seq_len" not in out:
+    out: dict[str, Any] = {"seq_len": f.get("seq_len") or 4096}
+    if not f.get("seq_len"):
         d.filled["model.seq_len"] = (4096, "the file states no length: the job's default")
     name = f.get("flavor") or f.get("hub")
     if "config" in f:  # a config.json beside the file

@@ -271,7 +271,9 @@ def test_auto_is_left_to_the_trainer(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_block_size_of_files_is_no_length(tmp_path: Path) -> None:
-    assert "seq_len" not in imported(tmp_path, json.dumps(DS | {"aio": {"block_size": 2**20}}), "d.json").job["model"]
+    found = imported(tmp_path, json.dumps(DS | {"aio": {"block_size": 2**20}}), "d.json")
+    said = [e.argument.value for e in found.entries if e.key == "model.seq_len" and e.list == ASSUMED]
+    assert said == [4096] == [found.job["model"]["seq_len"]], "nobody states it, which is said"
 
 
 # deepspeed/runtime/pipe/module.py, partition_method "type:transformer": Megatron-DeepSpeed's, and gpt-neox's
