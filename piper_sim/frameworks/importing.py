@@ -236,13 +236,16 @@ def _kept(
 
 
 def _hints(file: JobFile) -> dict[str, str]:
-    """Words that name what no argument states: the tokenizer, the program, and the GPU in the file's path."""
+    """Words that name what no argument states: the tokenizer, the program, the GPU in the file's path, and whether
+    llm-foundry shards.
+    """
     tokenizer = " ".join(str(a.value) for a in file.arguments if "tokenizer" in a.name)
     path = "/".join(Path(file.path).parts[-4:]).lower()
     gpu = next(
         (g for g in sorted(gpus(), key=len, reverse=True) if g.split("-")[0] in re.split(r"[^a-z0-9]+", path)), ""
     )
-    return {"tokenizer": tokenizer, "gpu": gpu, "program": file.program}
+    fsdp = next((a.name for a in file.arguments if a.name.startswith("fsdp_config.")), "")
+    return {"tokenizer": tokenizer, "gpu": gpu, "program": file.program, "fsdp": fsdp}
 
 
 def _config(file: JobFile, stated: Facts) -> Facts:

@@ -173,6 +173,18 @@ def _layout(value: object) -> str:
     return str(value)
 
 
+def _attentions(value: object) -> str:
+    """gpt-neox's kinds of attention, as the job's: `[[["flash"], "all"]]`.
+
+    >>> _attentions([[["global"], 24]])
+    'unfused'
+    """
+    kinds = {*re.findall(r"[A-Za-z]\w*", str(value))} - {"all"}
+    if len(kinds) != 1 or not kinds <= {"flash", "global"}:
+        raise ValueError("flash in all layers, or global in all")
+    return "flash" if kinds == {"flash"} else "unfused"
+
+
 def _kinds(value: object) -> str:
     """A sign for each layer, perhaps with `|` between stages and prediction modules behind `/`."""
     if not isinstance(value, str) or not set(value) <= {*SIGNS, "|", "/"}:
@@ -219,6 +231,7 @@ _READ: Mapping[str, Callable[[object], object]] = {
     "nodes": _nodes,
     "slots": _slots,
     "gres": _gres,
+    "attentions": _attentions,
 }
 
 

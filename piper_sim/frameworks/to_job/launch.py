@@ -16,13 +16,15 @@ from piper_sim.frameworks.to_job.recipe import formats, recompute, storage, unsa
 
 def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
     """The job of a launch. hints: words of the file that name what it does not state: "tokenizer", "gpu",
-    "program".
+    "program", "fsdp".
 
     >>> draft("megatron", {"tp": 2, "layers": 4, "hidden": 64, "heads": 4, "seq_len": 8}, {}).job["parallel"]["tp"]
     2
     """
     d = JobDraft(framework)
     known = dict(tables()["defaults"].get(framework, {}))
+    if framework == "llm-foundry" and not hints.get("fsdp"):
+        known["zero"] = 0  # DDP
     for fact, value in known.items():
         if fact not in stated and (key := tables()["keys"].get(fact)):
             d.filled[key] = (value, f"{framework}'s default")

@@ -226,15 +226,6 @@ def test_a_batch_that_is_no_product_is_said(tmp_path: Path) -> None:
     assert "train_batch_size" in listed(whole, UNDERSTOOD) and whole.job["cluster"]["gpus_per_node"] == 8
 
 
-@pytest.mark.parametrize("total", [64, 60])
-def test_deepspeed_accumulates_nothing_by_itself(tmp_path: Path, total: int) -> None:
-    """deepspeed/runtime/config.py, _set_batch_related_parameters: a train_batch_size alone is one microbatch."""
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": total, "zero_optimization": {"stage": 2}}))
-    found = imported(tmp_path, f"deepspeed --num_nodes 2 --num_gpus 8 train.py --deepspeed_config ds.json {SIZES}\n")
-    assert (found.job["schedule"]["microbatch_size"], found.job["schedule"]["microbatches"]) == (total // 16, 1)
-    assert ("train_batch_size" in listed(found, ASSUMED)) == bool(total % 16)
-
-
 def test_a_bucket_of_deepspeed_has_elements_of_the_format_that_it_reduces(tmp_path: Path) -> None:
     said = DS | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20}}
     assert imported(tmp_path, json.dumps(said), "ds.json").job["parallel"]["bucket_MiB"] == 2
@@ -284,29 +275,6 @@ def test_deepspeeds_stages_have_as_many_layers_each(tmp_path: Path) -> None:
     assert imported(tmp_path, text).job["parallel"]["layers"] == "even"
     odd = imported(tmp_path, text.replace("--num-layers 8", "--num-layers 9"))
     assert [e.argument.value for e in odd.entries if e.key == "parallel.layers" and e.list == ASSUMED] == ["balanced"]
-
-
-@pytest.mark.parametrize(
-    ("layers", "pp", "how", "split"),
-    [
-        # BLOOM's: embedding and head count as layers
-        (6, 4, "type:transformer|embedding", (1, 2, 2, 1)),
-        (2, 4, "type:transformer|embedding", (0, 1, 1, 0)),
-        (8, 4, "type:transformer", (2, 2, 2, 2)),
-    ],
-)
-def test_deepspeeds_stages_are_cut_as_the_launch_says(
-    tmp_path: Path, layers: int, pp: int, how: str, split: tuple[int, ...]
-) -> None:
-    text = PIPE.replace("--num-layers 8", f"--num-layers {layers}") + f"--pp-partition-method '{how}' --deepspeed"
-    found = imported(tmp_path, text)
-    assert prepare(job_from(found.job)).layers == split and not listed(found, UNKNOWN)
-
-
-@pytest.mark.parametrize(("how", "list_of"), [("parameters", ASSUMED), ("type:mlp", UNKNOWN)])
-def test_a_cut_of_deepspeeds_that_is_not_built_is_listed(tmp_path: Path, how: str, list_of: str) -> None:
-    found = imported(tmp_path, f"{PIPE} --pp-partition-method '{how}' --deepspeed")
-    assert "--pp-partition-method" in listed(found, list_of)
 
 
 def test_gpt_neox_has_a_word_for_no_pipeline(tmp_path: Path) -> None:
