@@ -7,6 +7,7 @@ from typing import Any
 from ir.core.errors import PiperError
 from ir.workload.config.keys import ROWS, TYPES, aliases
 from ir.workload.config.load import config_from, raw_config
+from ir.workload.config.spec import ModelConfig, NormLayerKind
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 
@@ -49,11 +50,7 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
     if "config" in f:  # a config.json beside the file
         return out | dict(f["config"])
     if (found := named(f.get("family") if f.get("flavor") else None, name)) is not None:
-        kind = TYPES[str(raw_config(found["preset"])["model_type"])]
-        keys = tables()["config"]
-        own = {keys[k]: v for k, v in stated.items() if k in keys and v is not None and keys[k] in kind}
-        own |= {"vocab_size": stated["vocab"]} if stated.get("vocab") else {}
-        return out | {"config": found["preset"], **{k: v for k, v in found.items() if k != "preset"}, **own}
+        return out | {"config": found["preset"]} | _named(d, f, stated, hints, found)
     if not all(f.get(k) for k in ("layers", "hidden", "heads")):
         why = f"{name} is no model that is known by name" if name else "the file does not state layers, width and heads"
         sizes = {f for f in stated if tables()["keys"].get(f, "").startswith("model.")} - {"seq_len", "attention"}
@@ -68,6 +65,43 @@ def model_of(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str]) -> 
     if trains == "t5":
         out |= {"encoder_seq_len": f["encoder_seq_len"]} if f.get("encoder_seq_len") else {}
     return out | _sized(d, f, hints)
+
+
+def _named(d: JobDraft, f: Facts, stated: Facts, hints: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a model by name: what the launch says instead of it. What no key says is in doubt."""
+    raw = raw_config(found["preset"])
+    table, said = TYPES[str(raw["model_type"])], {k: v for k, v in stated.items() if v is not None}
+    keys = {k: [name] for k, name in tables()["config"].items()} | tables()["spelled"]
+    first = {k: next((n for n in names if n in table and not table[n].why), None) for k, names in keys.items()}
+    out = {k: v for k, v in found.items() if k != "preset"}
+    out |= {name: said[k] for k, name in first.items() if name is not None and k in said}
+    if {"vocab", "vocab_padded"} & {*said}:
+        out["vocab_size"] = _vocabulary(d, f, hints)
+    if "untied" in said and "tie_word_embeddings" in table:
+        out["tie_word_embeddings"] = not said["untied"]
+    try:
+        if "moe_freq" in said and "first_k_dense_replace" in table:
+            sparse = _sparse(said | {"layers": config_from(raw | out, "").layers})
+            out["first_k_dense_replace"] = sparse.index(True) if True in sparse else len(sparse)
+        config = config_from(raw | out, "")
+    except PiperError:  # told where the job is loaded
+        return out
+    for fact, value in _of_layers(config, said).items():
+        d.expect(said.get(fact) in (None, value), fact, f"{found['preset']} has its own")
+    return out
+
+
+def _of_layers(m: ModelConfig, said: Facts) -> Facts:
+    """What the layers of a model have, as facts that a launch may state otherwise."""
+    found: Facts = {"norm": "rms" if m.norm is NormLayerKind.RMS else "layer", "untied": not m.tied}
+    found |= {"bias": m.mlp_bias or m.out_bias, "qk_norm": m.qk_norm, "gated": m.activation.ups == 2}
+    if (moe := m.moe) is None:
+        return {**found, "ffn": m.ffn, "experts": None, "moe_ffn": None}
+    sparse = [i not in moe.dense_layers for i in range(m.layers)]
+    same = sparse == _sparse(said | {"layers": m.layers})
+    return {**found, "experts": moe.experts, "moe_ffn": moe.ffn, "shared_ffn": moe.shared_ffn} | (
+        {} if same else {"moe_freq": sparse}
+    )
 
 
 def _masked(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ir.job.load import job_from
 from ir.job.model import read_model
 from ir.workload import model_chunks
 from ir.workload.config.load import raw_config
+from ir.workload.config.spec import ModelConfig
 from ir.workload.part import PartLayout
 from ir.workload.setting import MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
@@ -188,3 +190,35 @@ def test_an_indexer_that_is_trained_and_one_of_ordinary_heads_are_told(tmp_path:
         found = imported(tmp_path, f"torchrun pretrain_gpt.py {script}{more}")
         assert [x for x in listed(found, ASSUMED) if fact in x]
     assert not listed(imported(tmp_path, f"torchrun pretrain_gpt.py {script}{mla}"), UNKNOWN)
+PRIMUS = "modules:\n  pre_trainer: {{framework: megatron, model: {}.yaml, overrides: {{micro_batch_size: 1, {}}}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "read"),
+    [
+        ("llama3_8B", "ffn_hidden_size: 8192", lambda m: m.ffn == 8192),
+        ("llama3_8B", "untie_embeddings_and_output_weights: false", lambda m: m.tied),
+        ("llama3_8B", "vocab_size: 1000, tensor_model_parallel_size: 2", lambda m: m.vocab == 1024),
+        ("llama3_8B", "vocab_size: 1000, padded_vocab_size: 1100", lambda m: m.vocab == 1100),
+        ("mixtral_8x7B_v0.1", "num_experts: 16", lambda m: m.moe.experts == 16),
+        ("mixtral_8x7B_v0.1", "moe_ffn_hidden_size: 1024", lambda m: m.moe.ffn == 1024),
+        ("deepseek_v3", "num_experts: 16, num_layers: 4", lambda m: (m.moe.experts, m.layers) == (16, 4)),
+        ("deepseek_v3", "num_layers: 4, moe_layer_freq: '[0]*1+[1]*3'", lambda m: m.moe.dense_layers == {0}),
+    ],
+)
+def test_a_model_by_name_has_what_the_launch_says_instead(
+    tmp_path: Path, name: str, said: str, read: Callable[[ModelConfig], bool]
+) -> None:
+    found = imported(tmp_path, PRIMUS.format(name, said), "exp.yaml")
+    assert read(read_model(job_from(found.job)).config)
+    assert not {*said.replace(":", " ").split()} & {n.rpartition(".")[2] for n in listed(found, ASSUMED)}
+
+
+@pytest.mark.parametrize(
+    "said", ["normalization: LayerNorm", "disable_bias_linear: false", "qk_layernorm: true", "num_experts: 4"]
+)
+def test_what_a_model_by_name_cannot_have_is_assumed_away(tmp_path: Path, said: str) -> None:
+    found = imported(tmp_path, PRIMUS.format("llama3_8B", said), "exp.yaml")
+    assert said.partition(":")[0] in {n.rpartition(".")[2] for n in listed(found, ASSUMED)}
+    agrees = imported(tmp_path, PRIMUS.format("llama3_8B", "normalization: RMSNorm, swiglu: true"), "exp.yaml")
+    assert not {"normalization", "swiglu"} & {n.rpartition(".")[2] for n in listed(agrees, ASSUMED)}
