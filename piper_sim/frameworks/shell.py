@@ -154,7 +154,7 @@ def _given(job: ShellJob, words: Sequence[str]) -> bool:
     old = split_words(job.variables.get("@", ""))
     match words:
         case ["set", "--", *more]:
-            left = more
+            left = tuple(more)
         case ["shift", *more] if old:
             left = old[int(more[0]) if more and more[0].isdigit() else 1 :]
         case ["set" | "shift", *_]:

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from piper_sim.frameworks.statements import DEEP, INNER, NAME, NESTED
 from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET, changed, number
@@ -137,9 +138,10 @@ def expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
     return [] if empty else out
 
 
-def split_words(text: str) -> list[str]:
+@lru_cache(maxsize=64)  # arrays that each command of a script reads
+def split_words(text: str) -> tuple[str, ...]:
     """Words by blanks and quotes, by blanks alone where a quote is not closed."""
     try:
-        return shlex.split(text)
+        return tuple(shlex.split(text))
     except ValueError:
-        return text.split()
+        return tuple(text.split())
