@@ -14,7 +14,7 @@ _REFERENCE = re.compile(
 )
 # "$@", and variables that by their names hold arguments: unset, they are none
 _BAG = r"(?i:[A-Z_]*(?:ARGS|ARGUMENTS|OPTS?|OPTIONS|FLAGS|EXTRA|PARAMS)[A-Z_]*)"
-_ARGUMENTS = re.compile(rf'"?\$(?:[@*]|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?\}}?)"?')
+_ARGUMENTS = re.compile(rf'"?\$(?:[@*]|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?(?::?-)?\}}?)"?')
 _PIECE = re.compile(rf"{INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
 _SUM = re.compile(rf"\$\(\(({DEEP}*+)\)\)")
 
@@ -115,8 +115,10 @@ def expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
     >>> expanded(job, '--x="$A"'), expanded(job, "$A"), expanded(job, "'$A'"), expanded(job, '"${A[@]}"')
     (['--x=1 2'], ['1', '2'], ['$A'], ['1', '2'])
     """
-    if (bag := _ARGUMENTS.fullmatch(word[:99])) and job.variables.get(bag["bag"] or "@", UNSET) == UNSET:
-        return [f"{UNSET}${bag['bag'] or '@'}"]
+    if bag := _ARGUMENTS.fullmatch(word[:99]):
+        value = job.variables.get(bag["bag"] or "@", UNSET)
+        if UNSET in value and not value.strip(UNSET + MAYBE_SET + " "):
+            return [f"{UNSET}${bag['bag'] or '@'}"]
     out, empty = [""], True
     for m in _PIECE.finditer(word):
         piece, first = m[0], m[0][0]

@@ -66,6 +66,14 @@ def test_arguments_that_the_script_is_given_spoil_no_other(tmp_path: Path, rest:
     assert "--bf16" not in last or found.job["precision"]["compute"] == "bf16"
 
 
+@pytest.mark.parametrize("rest", ["$EXTRA", "${EXTRA:-}", '"${EXTRA-}"'])
+def test_arguments_that_a_loop_collects_spoil_no_other(tmp_path: Path, rest: str) -> None:
+    loop = 'while [ $# -gt 0 ]; do EXTRA+=" $1"; shift; done\n'
+    found = imported(tmp_path, loop + LAUNCH.format("") + f" --num-layers 4 --bf16 {rest}\n")
+    assert found.job["precision"]["compute"] == "bf16" and not listed(found, UNKNOWN)
+    assert listed(found, ASSUMED)[-1] == "$EXTRA"
+
+
 def test_a_value_that_is_not_in_the_file_stays_unknown(tmp_path: Path) -> None:
     found = imported(tmp_path, LAUNCH.format("--num-layers $N --tensor-model-parallel-size $1"))
     assert {"--num-layers", "--tensor-model-parallel-size"} == set(listed(found, UNKNOWN))
