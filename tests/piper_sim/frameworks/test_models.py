@@ -190,6 +190,8 @@ def test_an_indexer_that_is_trained_and_one_of_ordinary_heads_are_told(tmp_path:
         found = imported(tmp_path, f"torchrun pretrain_gpt.py {script}{more}")
         assert [x for x in listed(found, ASSUMED) if fact in x]
     assert not listed(imported(tmp_path, f"torchrun pretrain_gpt.py {script}{mla}"), UNKNOWN)
+
+
 PRIMUS = "modules:\n  pre_trainer: {{framework: megatron, model: {}.yaml, overrides: {{micro_batch_size: 1, {}}}}}\n"
 
 
