@@ -156,6 +156,8 @@ def storage(d: JobDraft, f: Facts) -> Facts:
     elif framework == "accelerate" and f.get("distributed_type") in (FSDP, 0) and kind in ("bf16", "fp16"):
         params = params or "fp32"  # as they are, under autocast; FSDP raises them, and casts what it gathers
         reduce = reduce or (kind if f["distributed_type"] == FSDP else None)
+        stream = "autocast keeps the residual stream in fp32; it is priced in the format of the products"
+        d.expect(f["distributed_type"] == FSDP, "compute", stream)
     return {"params": params, "grads": grads, "reduce": reduce}
 
 

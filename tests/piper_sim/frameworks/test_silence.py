@@ -385,6 +385,7 @@ def test_accelerates_flags_say_what_its_file_would(tmp_path: Path, flags: str, z
         None if "deepspeed" in flags else "fp32",
         "bf16" if zero else None,
     )
+    assert ("--mixed_precision" in listed(found, ASSUMED)) == (zero == 0)  # whose stream stays in fp32
     assert [e.argument.value for e in found.entries if e.key == "parallel.zero" and not e.argument.name] == [0] * (
         not flags
     )
