@@ -85,7 +85,8 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
     framework, job = drawn
     once = read_back(export_launch(job, framework))
     not_all = {e.fact for e in once.entries if e.list != "understood" and e.argument.name}
-    assert once.framework == framework and not_all <= {"overlapped_gather"}  # asked for where the plan waits, too
+    stream = {"compute"} if framework == "accelerate" and not job.job.parallel.zero else set()  # autocast's is in fp32
+    assert once.framework == framework and not_all - stream <= {"overlapped_gather"}  # asked for where plans wait, too
     back = prepare(job_from(once.job))
     assert (back.mesh.sizes, back.mbs, back.layout) == (job.mesh.sizes, job.mbs, job.layout)
     whole = job.job.parallel.zero in (1, 2)
