@@ -152,7 +152,7 @@ def _mla(config: ModelConfig, prefix: str) -> Params:
         params += linear(c, f"{at}q_b_proj", q, mla.q_rank, column=True, bias=False)
     else:
         params += linear(c, f"{at}q_proj", q, c.hidden, column=True, bias=False)
-    down = mla.kv_rank + mla.rope_dim
+    down = mla.latent_dim
     params += (whole(f"{at}kv_a_proj_with_mqa.weight", down, c.hidden),)
     params += (whole(f"{at}kv_a_proj_with_mqa.bias", down),) if c.qkv_bias else ()
     params += norm(c, f"{at}kv_a_layernorm", mla.kv_rank)

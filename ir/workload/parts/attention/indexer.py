@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ir.core.ops import Pass
 from ir.core.work import DType, Kernel, KernelKind, MessageKind, Work
+from ir.workload.config.spec import AttentionIndexer
 from ir.workload.part import PartCollective, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
@@ -38,18 +39,18 @@ class AttentionIndexerWork:
         query = LinearKernel("index_query", s.tokens, x.heads * x.dim, mla.q_rank)
         key = LinearKernel("index_key", s.stream, x.dim, h)
         weights = LinearKernel("index_weights", s.stream, x.heads, h, dtype=wide)
-        linears = (query, key, weights)
+        picks = ID_BYTES * s.tokens * min(x.top_k, s.shape.seq_len)
         return cls(
             forward=(
-                *k.forward(s, *linears),
+                *k.forward(s, query, key, weights),
                 k.norm_forward(s, "index_norm", s.stream * x.dim),
                 k.copies(s, "index_rope", s.tokens * (x.heads + 1) * mla.rope_dim),
-                *_scored(s, x.heads, x.dim),
-                k.memory(s, "index_top_k", 2 * EXACT * s.tokens * s.shape.seq_len + _picks(s)),
+                *_scored(s, x),
+                k.memory(s, "index_top_k", 2 * EXACT * s.tokens * s.shape.seq_len + picks),
             ),
-            inline=_gathered(s, x.heads, x.dim),
-            saved=_saved(s),
-            workspace=_workspace(s, x.heads),
+            inline=_gathered(s, x),
+            saved=_saved(s, picks),
+            workspace=_workspace(s, x),
             model_flops=2 * s.shape.tokens * (x.heads * x.dim * mla.q_rank + (x.dim + x.heads) * h)
             + s.shape.microbatch_size * s.shape.seq_len**2 * x.heads * (x.dim + 1),
         )
@@ -58,11 +59,12 @@ class AttentionIndexerWork:
 NO_INDEXER = AttentionIndexerWork()
 
 
-def _scored(s: PartSetting, heads: int, dim: int) -> Work:
+def _scored(s: PartSetting, x: AttentionIndexer) -> Work:
     """Products of all pairs, what is below zero cut off, weighed and summed over heads: one kernel, in the format of
     products (DeepSeek's in fp8); written out, three, with every head's scores in fp32.
     """
-    b, n, rows, dtype = s.shape.microbatch_size, s.shape.seq_len, s.tokens, s.precision.compute
+    b, n, rows = s.shape.microbatch_size, s.shape.seq_len, s.tokens
+    heads, dim, dtype = x.heads, x.dim, s.precision.compute
     read = (rows * heads + b * n) * dim * dtype.bytes
     shape = (b, rows // b * heads, n, dim)
     if s.attention is AttentionKind.FLASH:
@@ -77,29 +79,24 @@ def _scored(s: PartSetting, heads: int, dim: int) -> Work:
     )
 
 
-def _picks(s: PartSetting) -> int:
-    """Bytes of the numbers of picked keys."""
-    x = s.config.indexer
-    return ID_BYTES * s.tokens * min(x.top_k, s.shape.seq_len) if x else 0
-
-
-def _gathered(s: PartSetting, heads: int, dim: int) -> tuple[PartCollective, ...]:
+def _gathered(s: PartSetting, x: AttentionIndexer) -> tuple[PartCollective, ...]:
     """Sequence parallelism's tokens come together behind the narrow products; keys of all tokens go to all queries."""
-    found = ((s.sp, s.tokens * (dim + heads), "tp"), (s.layout.cp > 1, s.shape.tokens * dim, "cp"))
+    found = ((s.sp, s.tokens * (x.dim + x.heads), "tp"), (s.layout.cp > 1, s.shape.tokens * x.dim, "cp"))
     return tuple(inline(Pass.F, MessageKind.ALL_GATHER, n * s.wide, axis) for divided, n, axis in found if divided)
 
 
-def _saved(s: PartSetting) -> tuple[SavedBuffer, ...]:
+def _saved(s: PartSetting, picks: int) -> tuple[SavedBuffer, ...]:
     """Of what backward reads: the numbers of picked keys; a mask, where kernels take one; scores that are stored have
     zeros there.
     """
     if s.picked:
-        return (SavedBuffer("picked", _picks(s), Pass.I),)
+        return (SavedBuffer("picked", picks, Pass.I),)
     return (SavedBuffer("picked_mask", s.tokens * s.shape.seq_len, Pass.I),) if s.style.masked else ()
 
 
-def _workspace(s: PartSetting, heads: int) -> int:
-    b, n, rows = s.shape.microbatch_size, s.shape.seq_len, s.tokens
+def _workspace(s: PartSetting, x: AttentionIndexer) -> int:
+    """Bytes of scores that are there at a time; written out, every head's twice."""
+    n = s.shape.seq_len
     if s.attention is AttentionKind.FLASH:
-        return EXACT * n * min(rows // b, AT_ONCE)
-    return 2 * EXACT * rows * heads * n
+        return EXACT * n * min(n // s.layout.cp, AT_ONCE)
+    return 2 * EXACT * s.tokens * x.heads * n

@@ -19,9 +19,8 @@ def latent(s: PartSetting, core: AttentionCore) -> AttentionProjection:
     """
     mla, h = s.config.mla, s.config.hidden
     assert mla is not None
-    narrow = mla.kv_rank + mla.rope_dim
     both = core.heads * (mla.nope_dim + mla.v_dim)
-    downs: tuple[LinearKernel, ...] = (LinearKernel("kv_a_proj", s.stream, narrow, h),)
+    downs: tuple[LinearKernel, ...] = (LinearKernel("kv_a_proj", s.stream, mla.latent_dim, h),)
     ups = (LinearKernel("q_proj", s.tokens, core.q_features, h), LinearKernel("kv_b_proj", s.tokens, both, mla.kv_rank))
     if mla.q_rank:
         downs = (LinearKernel("q_a_proj", s.stream, mla.q_rank, h), *downs)
@@ -74,24 +73,15 @@ def absorbed(s: PartSetting, core: AttentionCore) -> AttentionProjection:
     ranks, turned = s.stream * (mla.q_rank + mla.kv_rank), k.copies(s, "rope", n * (heads + 1) * mla.rope_dim)
     keys = k.copies(s, "join_keys", n * mla.latent_dim)
     second = ("up_projection", "operators")
-    made = SavedBuffer(
-        "qk",
-        n * (core.q_features + core.kv_features) * s.wide,
-        Pass.I,
-        second,
-        (
-            there.forward(s),
-            turned,
-            keys,
-        ),
-    )
+    compressed = (there.forward(s), turned, keys)
+    made = SavedBuffer("qk", n * (core.q_features + core.kv_features) * s.wide, Pass.I, second, compressed)
     return AttentionProjection(
         forward=(
             *k.forward(s, *downs),
             k.norm_forward(s, "latent_norm", ranks),
             *k.cast(s, "latent", ranks),
             query.forward(s),
-            *made.rebuild,
+            *compressed,
         ),
         backward=(
             turned,
@@ -132,5 +122,5 @@ def _projections(s: PartSetting) -> int:
     assert mla is not None
     q = c.heads * mla.qk_dim
     query = mla.q_rank * (c.hidden + q) if mla.q_rank else c.hidden * q
-    key_value = c.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * c.heads * (mla.nope_dim + mla.v_dim)
+    key_value = c.hidden * mla.latent_dim + mla.kv_rank * c.heads * (mla.nope_dim + mla.v_dim)
     return 2 * s.shape.tokens * (query + key_value)

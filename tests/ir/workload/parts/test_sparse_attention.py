@@ -10,8 +10,9 @@ from ir.job import load_job
 from ir.job.build import prepare
 from ir.workload import config_from, load_config, model_chunks
 from ir.workload.part import PartLayout
+from ir.workload.parts.attention.indexer import AttentionIndexerWork
 from ir.workload.parts.kernels import flops
-from ir.workload.setting import KernelStyle, MicrobatchShape, check_setting
+from ir.workload.setting import AttentionKind, KernelStyle, MicrobatchShape, ModelPrecision, PartSetting, check_setting
 from piper_sim import predict
 from tests.ir.workload.models import small, work
 from tests.refusals import refusal
@@ -45,6 +46,34 @@ def test_kernels_read_picked_keys_and_the_indexer_all_of_them(tokens):
     assert kernel(found.forward, "index_scores").flops == tokens**2 * INDEXER.heads * (INDEXER.dim + 1)
     back = 3 * (MLA.kv_rank + MLA.rope_dim) + 2 * MLA.kv_rank
     assert kernel(found.input_grad, "attention_backward").flops == 2 * pairs * HEADS * back
+
+
+@pytest.mark.parametrize(("mbs", "cp"), [(1, 4), (3, 1), (3, 2)])
+def test_sequences_add_up_and_ranks_share_their_queries(mbs, cp):
+    shape, layout = MicrobatchShape(mbs, 8192), PartLayout(cp=cp)
+    one, some = attn(tokens=8192), work(V32, 5, "attn", layout, shape=shape)
+    for label in ("attention", "index_scores", "index_query", "absorbed_keys"):
+        assert kernel(some.forward, label).flops * cp == mbs * kernel(one.forward, label).flops
+    kept = [{b.name: b.bytes for b in x.saved} for x in (one, some)]
+    assert kept[1]["picked"] * cp == mbs * kept[0]["picked"]
+    assert some.model_flops == mbs * one.model_flops  # over all devices
+
+
+def test_scores_are_there_in_stretches_and_gradients_of_shared_keys_in_fp32():
+    """What is beside a part in forward, beyond what is left of it, grows with the keys alone from a stretch on."""
+    at = {
+        n: AttentionIndexerWork.of(PartSetting(V32, PartLayout(), MicrobatchShape(2, n), ModelPrecision()))
+        for n in (2048, 4096, 8192)
+    }
+    assert [at[n].workspace for n in at] == [4 * n * min(n, 4096) for n in at]
+    heads = AttentionIndexerWork.of(
+        PartSetting(V32, PartLayout(), MicrobatchShape(2, 64), ModelPrecision(), AttentionKind.UNFUSED)
+    )
+    assert heads.workspace == 2 * 4 * 2 * 64 * 64 * INDEXER.heads
+    latent = MLA.kv_rank + MLA.rope_dim
+    read = (HEADS * (latent + MLA.kv_rank) + latent) * 2  # queries and output of each head, the key of all; both ways
+    moved = 2 * read + 2 * 4 * latent + 4 * HEADS  # and sums of the key's gradient, read and written
+    assert kernel(attn(tokens=4096).input_grad, "attention_backward").bytes == 4096 * moved
 
 
 def test_what_mfu_counts_is_the_models_whatever_kernels_do():
