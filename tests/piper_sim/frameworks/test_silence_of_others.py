@@ -1,4 +1,4 @@
-"""What DeepSpeed, gpt-neox, llm-foundry and NeMo take where their launches say nothing, or half of it.
+"""What DeepSpeed, gpt-neox, llm-foundry, NeMo, Automodel and accelerate take where their launches say nothing, or half of it.
 
 Expected values are read off the frameworks' own sources, named beside each.
 """
@@ -85,3 +85,50 @@ def test_weights_of_nemo_are_halved_by_o2(tmp_path: Path, half: bool, params: st
     model = dict(num_layers=8, hidden_size=64, num_attention_heads=8, encoder_seq_length=64, megatron_amp_O2=half)
     text = json.dumps({"trainer": {"devices": 8, "num_nodes": 1, "precision": "bf16"}, "model": model})
     assert imported(tmp_path, text, "nemo.yaml").job["precision"].get("params") == params
+
+
+# accelerate/commands/launch.py; utils/dataclasses.py: DeepSpeedPlugin.zero_stage is 2 by itself
+
+
+@pytest.mark.parametrize(
+    ("flags", "zero"),
+    [
+        ("--use_fsdp", 3),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", 2),
+        ("--use_deepspeed", 2),
+        ("--use_deepspeed --zero_stage 3", 3),
+        ("--multi_gpu", 0),
+        ("", 0),
+    ],
+)
+def test_accelerates_flags_say_what_its_file_would(tmp_path: Path, flags: str, zero: int) -> None:
+    text = (
+        f"accelerate launch {flags} --mixed_precision bf16 --num_processes 8 train.py --per_device_train_batch_size 2"
+    )
+    found = imported(tmp_path, text)
+    assert found.framework == "accelerate" and not listed(found, UNKNOWN)
+    assert (found.job["parallel"]["zero"], found.job["precision"]["compute"]) == (zero, "bf16")
+    # accelerator.py: "Upcasted low precision parameters"; FullyShardedDataParallelPlugin.set_mixed_precision; without
+    # either, forward runs under autocast, and weights and their gradients stay as they are
+    said = found.job["precision"]
+    assert (said.get("params"), said.get("reduce")) == (
+        None if "deepspeed" in flags else "fp32",
+        "bf16" if zero else None,
+    )
+    assert ("--mixed_precision" in listed(found, ASSUMED)) == (zero == 0)  # whose stream stays in fp32
+    assert [e.argument.value for e in found.entries if e.key == "parallel.zero" and not e.argument.name] == [0] * (
+        not flags
+    )
+    file = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {gradient_accumulation_steps: 4}\n"
+    assert imported(tmp_path, file, "a.yaml").job["parallel"]["zero"] == 2
+
+
+# nemo_automodel/components/datasets: packed sequences are as long as packed_sequence_size, if it is one
+
+
+@pytest.mark.parametrize(("size", "length"), [(0, 2048), (8192, 8192)])
+def test_packed_sequences_of_automodel(tmp_path: Path, size: int, length: int) -> None:
+    text = "step_scheduler: {global_batch_size: 8}\nmodel: {pretrained_model_name_or_path: meta-llama/Llama-2-7b}\n"
+    parts = [f"packed_sequence: {{packed_sequence_size: {size}}}\n", "dataset: {seq_length: 2048}\n"]
+    for rest in (parts, parts[::-1]):
+        assert imported(tmp_path, text + "".join(rest), "a.yaml").job["model"]["seq_len"] == length
