@@ -1,4 +1,4 @@
-"""What DeepSpeed, gpt-neox, llm-foundry, NeMo, Automodel and accelerate take where their launches say nothing, or half of it.
+"""What frameworks beside Megatron and torchtitan take where their launches say nothing, or half of it.
 
 Expected values are read off the frameworks' own sources, named beside each.
 """
