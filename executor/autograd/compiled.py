@@ -238,7 +238,8 @@ def compile_parts(
     batch = job.schedule.microbatch_size, job.model.seq_len
     ids = torch.zeros(batch, dtype=torch.int64, device=device)
     shape = batch[0], batch[1] // region.divides, prepared.config.hidden
-    act = torch.zeros(*shape, dtype=TORCH[precision_of(job).compute], device=device)
+    formats = precision_of(job)
+    stream, normed = (torch.zeros(*shape, dtype=TORCH[d], device=device) for d in (formats.stream, formats.compute))
     names = {id(p): n for n, p in built.params.items()}
     made = PartCompiler(note or (lambda text: None), region.axes)
     parts, first = {}, prepared.base.entries[0].name
@@ -249,7 +250,8 @@ def compile_parts(
         weights = {names[id(p)]: p for p in unit.parameters() if id(p) in names}
         if name == first and not weights:  # a frozen embedding: nothing of it has a gradient
             continue
-        acts = [ids if name == first else act for _ in reads]
+        act = ids if name == first else normed if name.endswith(".head") else stream
+        acts = [act] * len(reads)
         extras = [example_extra(w, ids) for w in built.extras.get(name, ())]
         parts[name] = made.part(name, unit, weights, acts, extras)
     return CompiledParts(parts, made.graphs, clock.now() - began)

@@ -139,7 +139,7 @@ class _Bench:
         job, self.config = prepared.job, prepared.config
         self.local, self.names, self.watch, self.last = local, names, watch, last
         self.shape = (job.schedule.microbatch_size, job.model.seq_len)
-        self.dtype, self.device = TORCH[precision_of(job).compute], device.torch
+        self.dtype, self.device = TORCH[precision_of(job).stream], device.torch
         ids = torch.randint(self.config.vocab, self.shape, device=self.device)
         self.batch = Microbatch(ids, ids.roll(-1, 1), 1.0 / ids.numel())
         self.update = next((c for (_, kind, _), c in names.items() if kind == PerStepOp.UPDATE), None)
@@ -166,14 +166,14 @@ class _Bench:
                 out.append((name, seconds))
 
         first = number == 0
-        stage.feed(_MB, self.batch.ids if first else self._made((*self.shape, self.config.hidden)))
+        stage.feed(_MB, self.batch.ids if first else self._made((*self.shape, self.config.hidden), self.dtype))
         for unit in stage.units:
             if (wants := self.local.extras.get(unit)) is not None:
                 stage.feed_extra(_MB, unit, *self.batch.extras(wants))
             run(Pass.F, unit)
         given = stage.take_output(_MB)
         if number != self.last and not stage.still.issuperset(stage.units):
-            stage.feed_grad(_MB, *(self._made(tuple(t.shape)) for t in given))
+            stage.feed_grad(_MB, *(self._made(tuple(t.shape), t.dtype) for t in given))
         for unit in stage.units:
             if (number, str(Pass.R), unit) in self.names:
                 run(Pass.R, unit)
@@ -185,8 +185,8 @@ class _Bench:
         assert not stage.in_flight, "a microbatch is left over"
         return out
 
-    def _made(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, dtype=self.dtype, device=self.device)
+    def _made(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.device)
 
 
 def _passing(flat: FlatBucket) -> bool:

@@ -59,6 +59,7 @@ def model_of(
         guide=guide or ExpertRouterGuide(),
         weights=weights_of(job),
         where=where,
+        stream=TORCH[precision.stream],
     )
 
 

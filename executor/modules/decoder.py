@@ -39,9 +39,9 @@ WEIGHT = 0.3  # λ of the paper's first 10 T tokens
 class NextTokenEmbed(nn.Module):
     """Part `embed` of an MTP module: embeddings of the next tokens."""
 
-    def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
+    def __init__(self, c: ModelConfig, make: Params, stream: torch.dtype) -> None:
         super().__init__()
-        self.inner = EmbedPart(c, make, compute)
+        self.inner = EmbedPart(c, make, stream)
 
     def forward(self, following: Tensor) -> Tensor:
         """They are read where their labels are masked, too (a prompt's): later tokens attend to what is here."""
@@ -61,7 +61,7 @@ class NextTokenProjection(nn.Module):
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         """DeepSeek's order: the embedding first."""
         found: Tensor = self.proj(torch.cat((self.embed_norm(embedded), self.hidden_norm(x)), -1))
-        return found
+        return found.to(x.dtype)
 
 
 class NextTokenLoss(nn.Module):
@@ -121,6 +121,7 @@ class DecoderModel:
     guide: ExpertRouterGuide = field(default_factory=ExpertRouterGuide)  # of its routers
     weights: HubCheckpoint | None = None  # first values, instead of drawn ones
     where: torch.device = HostDevice.torch  # who draws them
+    stream: torch.dtype | None = None  # of the residual stream; None: as the activations
 
     def __post_init__(self) -> None:
         refuse_model(self.config)
@@ -142,7 +143,8 @@ class DecoderModel:
 
     def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> BuiltChunks:
         region = None if dtype is None else self.region
-        make = Params(self.seed, self.config.init_std, dtype, self.shares, region, self.weights, self.where)
+        drawn = self.seed, self.config.init_std, dtype
+        make = Params(*drawn, self.shares, region, self.weights, self.where, self.compute or self.dtype)
         units: dict[str, nn.Module] = {}
         extras: Extras = {}
         reads: Reads = {}
@@ -183,9 +185,9 @@ class DecoderModel:
     def _chunk(self, make: Params, name: str) -> tuple[dict[str, nn.Module], Reads, Extras]:
         """Parts, the parts each reads ("": the chunk's input), and what each takes of the batch."""
         c = self.config
-        compute = self.compute or self.dtype
+        stream = self.stream or self.compute or self.dtype
         if name == "embed":
-            return {"embed": EmbedPart(c, make, compute)}, {"embed": ("",)}, {}
+            return {"embed": EmbedPart(c, make, stream)}, {"embed": ("",)}, {}
         if name == "head":
             norm = NormLayer(c, make, c.names.norm, c.hidden)
             head = TokenLoss(HeadPart(c, make), make.region)
@@ -196,7 +198,7 @@ class DecoderModel:
         layer = c.layers + int(name.removeprefix("mtp"))
         prefix = f"{c.names.layers}.{layer}."
         parts: dict[str, nn.Module] = {
-            "embed": NextTokenEmbed(c, make, compute),
+            "embed": NextTokenEmbed(c, make, stream),
             "proj": NextTokenProjection(c, make, prefix),
         }
         inner, wired = self._layer(make, layer, "proj", name in self.spread)

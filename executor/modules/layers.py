@@ -25,7 +25,7 @@ class Params:
     dtype None: only names and shapes are wanted, nothing is allocated. shares: what is held of those that are cut. All
     are asked for with their global shapes; every layout starts from the same numbers.
     region: the ranks that hold the other shares, whom modules meet. weights: first values, instead of drawn ones.
-    where: who draws them.
+    where: who draws them. compute: in which format linears read what norms give; None: in theirs.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class Params:
         region: RankRegion | None = None,
         weights: HubCheckpoint | None = None,
         where: torch.device = HostDevice.torch,
+        compute: torch.dtype | None = None,
     ) -> None:
+        self.compute = compute
         self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
         self.region, self.weights, self.where = region or RankRegion(), weights, where
         self.made: dict[str, nn.Parameter] = {}
@@ -113,41 +115,46 @@ def each(x: Tensor, linears: Sequence[LinearLayer], region: RankRegion) -> list[
 
 
 class NormLayer(nn.Module):
-    """The config's norm over the last dim. eps: if it is not the config's."""
+    """The config's norm over the last dim, for linears to read. eps: if it is not the config's."""
 
     def __init__(self, c: ModelConfig, make: Params, name: str, size: int, eps: float | None = None) -> None:
         super().__init__()
-        self.eps, self.layer = eps or c.norm_eps, c.norm is NormLayerKind.LAYER
+        self.eps, self.layer, self.out = eps or c.norm_eps, c.norm is NormLayerKind.LAYER, make.compute
         self.plus = 1.0 if c.model_type == "nemotron" else 0.0
         self.weight = make(f"{name}.weight", size, start=1.0 - self.plus)
         self.bias = make(f"{name}.bias", size, start=0.0) if self.layer and c.norm_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.layer:
-            return layer_norm(x, self.weight, self.bias, self.eps, self.plus)
-        return rms_norm(x, self.weight, self.eps)
+            return layer_norm(x, self.weight, self.bias, self.eps, self.plus, self.out)
+        return rms_norm(x, self.weight, self.eps, self.out)
 
 
 class EmbedPart(nn.Module):
-    """Part `embed`: token ids → hidden states, with learned positions where the config has them."""
+    """Part `embed`: token ids → the residual stream, with learned positions where the config has them.
 
-    def __init__(self, c: ModelConfig, make: Params, compute: torch.dtype) -> None:
+    Ranks sum words in the stream's format, unless it is wider than the table's and the products'.
+    """
+
+    def __init__(self, c: ModelConfig, make: Params, stream: torch.dtype) -> None:
         super().__init__()
-        self.compute, self.region, self.padding = compute, make.region, c.padding
+        self.stream, self.region, self.padding = stream, make.region, c.padding
         self.weight = make(f"{c.names.embed}.weight", c.vocab, c.hidden)
+        known = torch.promote_types(self.weight.dtype, make.compute or stream)
+        self.summed = min(stream, known, key=lambda d: d.itemsize)
         self.positions = make("transformer.wpe.weight", c.positions, c.hidden) if c.positions else None
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up. ids: (sequences, length), whole; out come this rank's tokens."""
         mine = self.region.inner(ids)
         if self.region.tp.size == 1:
-            x = F.embedding(mine, self.weight, self.padding).to(self.compute)
+            x = F.embedding(mine, self.weight, self.padding).to(self.stream)
         else:
-            x = words(mine, self.weight, self.region, self.compute, padding=self.padding)
+            x = words(mine, self.weight, self.region, self.summed, padding=self.padding).to(self.stream)
         if self.positions is None:
             return x
         at = self.region.stream(torch.arange(ids.shape[-1], device=ids.device))
-        return x + F.embedding(at, self.positions).to(self.compute)
+        return x + F.embedding(at, self.positions).to(self.stream)
 
 
 def activation(c: ModelConfig) -> Callable[[Tensor], Tensor]:

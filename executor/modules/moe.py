@@ -77,7 +77,7 @@ class ExpertRouter(nn.Module):
         """
         moe, forced = self.moe, self.guide.forced
         tokens = remade("norm", self.norm, x).flatten(0, 1)
-        logits = F.linear(tokens, self.weight.to(x.dtype)).to(wide(x.dtype))
+        logits = F.linear(tokens, self.weight.to(tokens.dtype)).to(wide(tokens.dtype))
         scores = logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1)
         indices = self.choose(scores.detach()) if forced is None else forced(self.layer, number)
         self.guide.chosen(self.layer, number, moe.experts, indices)

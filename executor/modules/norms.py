@@ -17,12 +17,12 @@ _KERNELS: Any = torch.ops.aten
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out: torch.dtype) -> Tensor:
         if on_gpu(x):
             made: tuple[Tensor, Tensor] = _KERNELS._fused_rms_norm(x, weight.shape, weight.to(x.dtype), eps)
             ctx.save_for_backward(x, weight, made[1])
-            return made[0]
-        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape), weight.to(x.dtype)
+            return made[0].to(out)
+        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape, dtype=out), weight.to(x.dtype)
         rate = x.new_empty(len(rows), 1, dtype=wide(x.dtype))
         for at in stretches(len(rows)):
             x32 = rows[at].to(rate.dtype)
@@ -32,12 +32,12 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, rate = ctx.saved_tensors
         if on_gpu(x):
-            given = dy.contiguous(), x, weight.shape, rate, weight.to(x.dtype), [True, True]
+            given = dy.to(x.dtype).contiguous(), x, weight.shape, rate, weight.to(x.dtype), [True, True]
             dx, dw = _KERNELS._fused_rms_norm_backward(*given)
-            return dx, dw.to(weight.dtype), None
+            return dx, dw.to(weight.dtype), None, None
         rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
         weight32, dw = weight.to(x.dtype).to(rate.dtype), rate.new_zeros(x.shape[-1])
         for at in stretches(len(rows)):
@@ -48,41 +48,47 @@ class _RmsNorm(torch.autograd.Function):
             along = both.mul_(weight32).mean(-1, keepdim=True)
             del both
             dx.view_as(rows)[at] = own(g, dys).mul_(weight32).sub_(unit.mul_(along)).mul_(rate[at])
-        return dx, dw.to(weight.dtype), None
+        return dx, dw.to(weight.dtype), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Hugging Face's, over the last dim, statistics in at least float32. Keeps x and one number per row."""
-    return apply(_RmsNorm, x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: torch.dtype | None = None) -> Tensor:
+    """Hugging Face's, over the last dim, statistics in at least float32. Keeps x and one number per row. out: the
+    format of what it gives, where that is not x's.
+    """
+    return apply(_RmsNorm, x, weight, eps, out or x.dtype)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float) -> Tensor:
-        ctx.plus, ctx.biased = plus, bias is not None
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float, out: torch.dtype
+    ) -> Tensor:
+        ctx.plus, ctx.biased, shift = plus, bias is not None, None if bias is None else bias.to(x.dtype)
         if on_gpu(x):
-            given = weight.to(x.dtype) + plus, None if bias is None else bias.to(x.dtype)
+            given = weight.to(x.dtype) + plus, shift
             made: tuple[Tensor, Tensor, Tensor] = _KERNELS.native_layer_norm(x, weight.shape, *given, eps)
             ctx.save_for_backward(x, weight, *made[1:])
-            return made[0]
-        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape), weight.to(x.dtype) + plus
+            return made[0].to(out)
+        rows, y, narrow = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape, dtype=out), weight.to(x.dtype) + plus
         mean, rate = (x.new_empty(len(rows), 1, dtype=wide(x.dtype)) for _ in range(2))
         for at in stretches(len(rows)):
             x32 = rows[at].to(rate.dtype)
             mean[at] = x32.mean(-1, keepdim=True)
             rate[at] = torch.rsqrt((x32 - mean[at]).pow(2).mean(-1, keepdim=True) + eps)
-            y.view_as(rows)[at] = own(x32, rows).sub_(mean[at]).mul_(rate[at]).to(x.dtype).mul_(narrow)
+            scaled = own(x32, rows).sub_(mean[at]).mul_(rate[at]).to(x.dtype).mul_(narrow)
+            y.view_as(rows)[at] = scaled if shift is None else scaled.add_(shift)
         ctx.save_for_backward(x, weight, mean, rate)
-        return y if bias is None else y.add_(bias.to(x.dtype))
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rate = ctx.saved_tensors
         if on_gpu(x):
             scale, wants = weight.to(x.dtype) + ctx.plus, [True, True, ctx.biased]
-            given = dy.contiguous(), x, weight.shape, mean, rate, scale, scale if ctx.biased else None, wants
+            dy = dy.to(x.dtype).contiguous()
+            given = dy, x, weight.shape, mean, rate, scale, scale if ctx.biased else None, wants
             dx, dw, db = _KERNELS.native_layer_norm_backward(*given)
-            return dx, dw.to(weight.dtype), db.to(weight.dtype) if ctx.biased else None, None, None
+            return dx, dw.to(weight.dtype), db.to(weight.dtype) if ctx.biased else None, None, None, None
         rows, dys, dx = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
         weight32 = (weight.to(x.dtype) + ctx.plus).to(rate.dtype)
         dw, db = (rate.new_zeros(x.shape[-1]) for _ in range(2))
@@ -97,9 +103,11 @@ class _LayerNorm(torch.autograd.Function):
             del both
             g = own(g, dys).mul_(weight32)
             dx.view_as(rows)[at] = g.sub_(g.mean(-1, keepdim=True)).sub_(unit.mul_(along)).mul_(rate[at])
-        return dx, dw.to(weight.dtype), db.to(weight.dtype) if ctx.biased else None, None, None
+        return dx, dw.to(weight.dtype), db.to(weight.dtype) if ctx.biased else None, None, None, None
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float = 0.0) -> Tensor:
-    """Over the last dim. plus 1: the weight is stored minus one (Nemotron's LayerNorm1P)."""
-    return apply(_LayerNorm, x, weight, bias, eps, plus)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: float = 0.0, out: torch.dtype | None = None
+) -> Tensor:
+    """Over the last dim. plus 1: the weight is stored minus one (Nemotron's LayerNorm1P). out: as `rms_norm`'s."""
+    return apply(_LayerNorm, x, weight, bias, eps, plus, out or x.dtype)

@@ -247,7 +247,7 @@ def crossing(prepared: PreparedJob, device: Device, region: RankRegion | None = 
     """Makes an empty tensor of what crosses a stage boundary: of the rank's own tokens."""
     job, region = prepared.job, region or RankRegion.of(prepared.plan(), 0)
     shape = job.schedule.microbatch_size, job.model.seq_len // region.divides, prepared.config.hidden
-    return boundary(*shape, TORCH[precision_of(job).compute], device.torch)
+    return boundary(*shape, TORCH[precision_of(job).stream], device.torch)
 
 
 def blank(prepared: PreparedJob, plan: Plan, program: RankPlan, spec: PlanRun) -> TimedKernels:

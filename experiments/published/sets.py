@@ -282,8 +282,8 @@ def cards(line: Line, job: Table) -> Facts:
 
 def one_gpu(line: Line, job: Table) -> Facts:
     """A model of transformers on one GPU."""
-    if line["precision"] == "autocast":
-        return {"why": "autocast: a residual stream in fp32 beside products in bf16"}
+    if line["precision"] == "autocast":  # of weights in fp32: whatever no product reads stays so
+        job["precision"] = dict.fromkeys(("params", "grads", "optimizer", "residual"), "fp32")
     if line["torch_compile"] == "1":  # layers and loss by Inductor, as torchtitan's; attention is the newer PyTorch's
         job["costs"] |= {"software": "transformers-compiled"}
     job["model"].update(facts()["models"][line["model"]])

@@ -21,7 +21,7 @@ from ir.job.agree import agree, check_replicated, with_split
 from ir.job.cache import GRAPHS, PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.recompute import recompute_options, recomputed_layers
-from ir.job.schema import Job, JobSchedule
+from ir.job.schema import Job, JobPrecision, JobSchedule
 from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
@@ -224,12 +224,24 @@ def precision_of(job: Job) -> ModelPrecision:
     back from an update as they are kept, and compiled code reads no others, unless `gather` says otherwise.
     """
     given = job.precision
-    base = ModelPrecision.of(DType(given.compute))
+    base = ModelPrecision.of(DType(given.compute), _residual(given))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
     made = replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
     if given.gather is not None or made.params is made.gather:
         return made
     return replace(made, gather=made.params) if job.run.compile else replace(made, updated=made.params)
+
+
+def _residual(given: JobPrecision) -> DType | None:
+    """The residual stream's format where it is not its readers' own. Raises PiperError (job): a narrower one."""
+    own, wide = ModelPrecision.of(DType(given.compute)).activations, DType.FP32
+    allowed = [own] if own.bytes >= wide.bytes else [own, wide]
+    if given.residual is None or given.residual == own:
+        return None
+    if given.residual not in allowed:
+        message = f"a residual stream in {given.residual} between parts that compute in {own}"
+        raise job_error("precision.residual", message, f'precision.residual = "{allowed[-1]}"', ", ".join(allowed))
+    return DType(given.residual)
 
 
 def _muon(job: Job, captured: CapturedModel | None) -> MuonOptimizer | None:

@@ -125,6 +125,7 @@ class CapturedModel:
             ("schedule.microbatch_size", shape.microbatch_size, f.microbatch_size),
             ("precision.compute", precision.compute, f.dtype),
             ("precision.params", precision.params, f.dtype),
+            ("precision.residual", precision.stream, f.dtype),
         ):
             if given != wanted:
                 message = f"{_told(given)}, but the module was captured with {_told(wanted)}"

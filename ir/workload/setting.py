@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
 
@@ -48,7 +48,8 @@ class ModelPrecision:
     """Number formats. compute: of matrix products; dispatch, combine: of tokens on their way to and from experts;
     optimizer: of moments and master weights; gather, reduce: of parameters and gradients between replicas. updated: of
     parameters that replicas keep whole and an update of others' sends them (ZeRO-1 and 2); left out, as gathered. No
-    kernel feels it, so that a profile's classes do not name it.
+    kernel feels it, so that a profile's classes do not name it. residual: of the residual stream, where it is wider
+    than the activations.
     """
 
     compute: DType = DType.BF16
@@ -60,17 +61,24 @@ class ModelPrecision:
     gather: DType = DType.BF16
     reduce: DType = DType.FP32
     updated: DType | None = field(default=None, repr=False)
+    residual: DType | None = None
+
+    def __repr__(self) -> str:
+        """What a profile's classes are named by: what is new is there only where a job has it."""
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        shown = (f"{name}={value!r}" for name, value in told.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @classmethod
-    def of(cls, compute: DType) -> ModelPrecision:
-        """The usual companions of a compute format.
+    def of(cls, compute: DType, residual: DType | None = None) -> ModelPrecision:
+        """The usual companions of a compute format. residual: of a wider stream.
 
         >>> ModelPrecision.of(DType.FP32).combine
         <DType.FP32: 'fp32'>
         """
         wide = _activations(compute)
         grads = wide if wide in (DType.FP32, DType.FP64) else DType.FP32
-        return cls(compute, wide, wide, wide, grads, grads, wide, grads)
+        return cls(compute, wide, wide, wide, grads, grads, wide, grads, residual=residual)
 
     def sync_bytes(self, whole: bool) -> tuple[int, int]:
         """Bytes per element of reductions and gathers; whole: of parameters that replicas keep so.
@@ -82,8 +90,17 @@ class ModelPrecision:
 
     @property
     def activations(self) -> DType:
-        """Of the residual stream, norms and attention: fp8 is for matrix products and what they read, only."""
+        """Of norms' output and attention: fp8 is for matrix products and what they read, only."""
         return _activations(self.compute)
+
+    @property
+    def stream(self) -> DType:
+        """Of the residual stream.
+
+        >>> ModelPrecision().stream, ModelPrecision(residual=DType.FP32).stream
+        (<DType.BF16: 'bf16'>, <DType.FP32: 'fp32'>)
+        """
+        return self.residual or self.activations
 
 
 def _activations(compute: DType) -> DType:
@@ -168,8 +185,20 @@ class PartSetting:
 
     @property
     def wide(self) -> int:
-        """Bytes of an activation outside matrix products."""
+        """Bytes of an activation outside matrix products, but for the residual stream."""
         return self.precision.activations.bytes
+
+    @property
+    def stream_wide(self) -> int:
+        """Bytes of an element of the residual stream."""
+        return self.precision.stream.bytes
+
+    @property
+    def autocast(self) -> bool:
+        """Whether norms give the residual stream's format, and each linear casts for itself what it reads: what a wider
+        stream is where operations are those of transformers' code, under torch.autocast.
+        """
+        return self.style.op_by_op and self.stream_wide > self.wide
 
     @property
     def written_norms(self) -> bool:

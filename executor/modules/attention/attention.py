@@ -137,7 +137,7 @@ class AttentionPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         c, (q, k, v) = self.c, self._projected(remade("norm", self.norm, x))
-        angles = self._angles(q.shape[1], x)
+        angles = self._angles(q.shape[1], q)
         if self.q_norm is not None and self.k_norm is not None:
             turned = partial(self._normed, angles, (self.q_norm, self.k_norm))
             q, k = remade("norm", turned, q, k)

@@ -8,7 +8,7 @@ from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import all_reduce, enter, gather
-from ir.workload.parts.residual import normed, stats, written
+from ir.workload.parts.residual import linears_narrow, linears_widen, narrowed, stats, stream_normed, written
 from ir.workload.setting import PartSetting, TokenLossKind
 
 ID_BYTES = 8  # of a token's number
@@ -20,38 +20,45 @@ def embed(s: PartSetting) -> PartWork:
 
     Its weight gradient is first made whole, in the parameters' format, then added to the accumulated one: a transient
     as large as the table (seen in SimuMax's snapshots). Positions are the same in every sequence: their gradient is the
-    output's summed over sequences, a tensor beside it.
+    output's summed over sequences, a tensor beside it. Words are looked up and summed in the narrower of the table's
+    format and the residual stream's, as Megatron's are.
     """
     c, h = s.config, s.config.hidden
     n, table = s.stream * h, c.vocab // s.layout.tp * h
     grads = s.precision.grads.bytes
     dense = table * s.precision.params.bytes
     masked, scaled, again = bool(c.embed_dropout), c.form.multiplied("embedding"), c.form.embed_norm
-    scale = (k.copies(s, "embedding_scale", n),) if scaled else ()
+    wide, looked = s.stream_wide, min(s.stream_wide, max(s.wide, s.precision.params.bytes))
+    one = 2 * n * wide  # reads the stream, and writes it
+    scale = (k.memory(s, "embedding_scale", one),) if scaled else ()
+    widen = (k.memory(s, "embedding.widen", n * (looked + wide)),) if looked < wide else ()
+    norm, back = k.memory(s, "embedding_norm", one), k.memory(s, "embedding_norm_backward", one + n * wide)
     positions = n // s.shape.microbatch_size if c.positions else 0
     return PartWork(
         forward=(
-            k.copies(s, "lookup", s.tokens * h),
-            *((k.add(s, "positions", n),) if c.positions else ()),
-            *((k.add(s, "token_types", n),) if c.form.token_types else ()),
+            k.memory(s, "lookup", 2 * s.tokens * h * looked),
+            *widen,
+            *((k.memory(s, "positions", one + n * wide),) if c.positions else ()),
+            *((k.memory(s, "token_types", one + n * wide),) if c.form.token_types else ()),
             *scale,
-            *((k.norm_forward(s, "embedding_norm", n),) if again else ()),
+            *((norm,) if again else ()),
         ),
         input_grad=(),
         weight_grad=(
-            *((k.norm_backward(s, "embedding_norm_backward", n),) if again else ()),
+            *((back,) if again else ()),
             *scale,
-            k.memory(s, "scatter_grads", 2 * s.tokens * h * s.wide + 2 * dense + 2 * table * grads),
+            *widen,
+            k.memory(s, "scatter_grads", 2 * s.tokens * h * looked + 2 * dense + 2 * table * grads),
         ),
-        out_bytes=n * s.wide,
+        out_bytes=n * wide,
         saved=(
             SavedBuffer("ids", ID_BYTES * s.tokens),
             *((SavedBuffer("embedding_mask", n),) if masked else ()),
-            *((SavedBuffer("embedding", n * s.wide), stats(s)) if again else ()),
+            *((SavedBuffer("embedding", n * wide), stats(s)) if again else ()),
         ),
-        stash_bytes=(n + positions) * s.wide,
-        inline=_sum_words(s, s.tokens * h * s.wide),
-        forward_workspace=s.tokens * h * s.wide if s.layout.tp > 1 else 0,
+        stash_bytes=(n + positions) * wide,
+        inline=_sum_words(s, s.tokens * h * looked),
+        forward_workspace=s.tokens * h * looked if s.layout.tp > 1 or widen else 0,
         weight_grad_workspace=dense,
     )
 
@@ -67,11 +74,12 @@ def final_norm(s: PartSetting) -> PartWork:
     """The norm before the head."""
     n = s.stream * s.config.hidden
     return PartWork(
-        forward=(k.norm_forward(s, "final_norm", n),),
-        input_grad=(k.norm_backward(s, "final_norm_backward", n),),
+        forward=(k.norm_forward(s, "final_norm", n, stream=True), *linears_narrow(s, "final", n, 1)),
+        input_grad=(*linears_widen(s, "final", n, 1), k.norm_backward(s, "final_norm_backward", n, stream=True)),
         weight_grad=(),
         out_bytes=n * s.wide,
-        saved=(stats(s), *written(s, n, behind=True)),
+        saved=(stats(s), *written(s, n, behind=True, stream=True)),
+        forward_workspace=n * s.stream_wide if s.autocast else 0,
     )
 
 
@@ -84,6 +92,7 @@ def transform(s: PartSetting) -> PartWork:
     pooled = (LinearKernel("pooler", b, h, h), LinearKernel("sentences", b, 2, h)) if s.config.form.pooled else ()
     return PartWork(
         forward=(
+            *narrowed(s, "input", n),
             dense.forward(s),
             k.copies(s, "transform_activation", n),
             k.norm_forward(s, "transform_norm", n),
@@ -94,10 +103,16 @@ def transform(s: PartSetting) -> PartWork:
             k.norm_backward(s, "transform_norm_backward", n),
             k.memory(s, "transform_activation_backward", 3 * n * s.wide),
             *k.input_grad(s, dense),
+            *narrowed(s, "input.grad", n),
         ),
         weight_grad=k.weight_grad(s, dense, *pooled),
         out_bytes=n * s.wide,
-        saved=(SavedBuffer("transform", n * s.wide, Pass.I), SavedBuffer("activated", n * s.wide, Pass.I), stats(s)),
+        saved=(
+            *((SavedBuffer("input", n * s.wide),) if s.stream_wide > s.wide else ()),
+            SavedBuffer("transform", n * s.wide, Pass.I),
+            SavedBuffer("activated", n * s.wide, Pass.I),
+            stats(s),
+        ),
         stash_bytes=k.stash(s, dense, *pooled),
         input_grad_workspace=n * s.wide,
         model_flops=2 * s.shape.tokens * h * h + sum(x.flops for x in pooled),
@@ -106,7 +121,7 @@ def transform(s: PartSetting) -> PartWork:
 
 def skip(s: PartSetting) -> PartWork:
     """A stage without layers: what comes in goes on, and its gradient back."""
-    return PartWork(forward=(), input_grad=(), weight_grad=(), out_bytes=s.stream * s.config.hidden * s.wide)
+    return PartWork(forward=(), input_grad=(), weight_grad=(), out_bytes=s.stream * s.config.hidden * s.stream_wide)
 
 
 def head(s: PartSetting) -> PartWork:
@@ -220,11 +235,22 @@ def join(s: PartSetting) -> PartWork:
     n = s.stream * h
     proj = LinearKernel("eh_proj", s.stream, h, 2 * h)
     return PartWork(
-        forward=(k.norm_forward(s, "enorm_hnorm", 2 * n), *k.cast(s, "joined", 2 * n), proj.forward(s)),
-        input_grad=(*k.input_grad(s, proj), k.norm_backward(s, "enorm_hnorm_backward", 2 * n)),
+        forward=(
+            k.norm_forward(s, "enorm_hnorm", 2 * n, stream=True),
+            *linears_narrow(s, "joined", 2 * n, 1),
+            *k.cast(s, "joined", 2 * n),
+            proj.forward(s),
+            *narrowed(s, "proj", n),
+        ),
+        input_grad=(
+            *narrowed(s, "proj.grad", n),
+            *k.input_grad(s, proj),
+            *linears_widen(s, "joined", 2 * n, 1),
+            k.norm_backward(s, "enorm_hnorm_backward", 2 * n, stream=True),
+        ),
         weight_grad=k.weight_grad(s, proj),
-        out_bytes=n * s.wide,
-        saved=(normed(s, "joined", 2 * n), stats(s, norms=2)),
+        out_bytes=n * s.stream_wide,
+        saved=(stream_normed(s, "joined", 2 * n), stats(s, norms=2)),
         stash_bytes=k.stash(s, proj),
         # The norms' outputs stand beside the joined one while the projection's is not yet; so do their gradients.
         forward_workspace=n * s.wide,

@@ -113,28 +113,49 @@ def several(s: PartSetting, label: str, moved: int, count: int) -> Kernel:
     return replace(memory(s, label, moved // count), count=count)
 
 
-def norm_forward(s: PartSetting, label: str, elements: int) -> Kernel:
-    """Read x, write y. Operation by operation: cast to fp32, square, mean, add, root, scale, cast back, weigh."""
+def norm_forward(s: PartSetting, label: str, elements: int, *, stream: bool = False) -> Kernel:
+    """Read x, write y. Operation by operation: cast to fp32, square, mean, add, root, scale, cast back, weigh; under
+    autocast x is in fp32, and stays so. stream: x is the residual stream.
+    """
     if s.written_norms:
+        if stream and s.autocast:
+            return several(s, label, elements * 7 * max(4, s.wide), 6)
         return several(s, label, elements * (7 * max(4, s.wide) + 4 * s.wide), 8)
-    return memory(s, label, 2 * elements * s.wide)
+    return memory(s, label, elements * (read_by_norm(s, stream) + normed_wide(s, stream)))
 
 
-def norm_backward(s: PartSetting, label: str, elements: int) -> Kernel:
+def norm_backward(s: PartSetting, label: str, elements: int, *, stream: bool = False) -> Kernel:
     """Read dy and x, write dx; the weight's own gradient is a by-product.
 
     Operation by operation: of the weight (its product, its sum) and of x (3), a cast, of the scale (2, its sum) and
     what it leads to (4 of a number per token), the mean's, the square's (3), the sum of both ways, a cast.
     """
     if s.written_norms:
+        if stream and s.autocast:
+            return several(s, label, elements * 19 * max(4, s.wide), 15)
         return several(s, label, elements * (19 * max(4, s.wide) + 8 * s.wide), 17)
-    return memory(s, label, 3 * elements * s.wide)
+    return memory(s, label, elements * (2 * read_by_norm(s, stream) + normed_wide(s, stream)))
+
+
+def read_by_norm(s: PartSetting, stream: bool) -> int:
+    """Bytes of an element of a norm's input."""
+    return s.stream_wide if stream else s.wide
+
+
+def normed_wide(s: PartSetting, stream: bool) -> int:
+    """Bytes of an element of a norm's output: of what linears read, but under autocast."""
+    return s.stream_wide if stream and s.autocast else s.wide
 
 
 def rope(s: PartSetting, elements: int, *, back: bool = False) -> Kernel:
     """Rotary embedding of queries and keys. Operation by operation: x·cos, the halves changed (one negated, both
-    joined), ·sin, the sum; backward cuts what was joined into two whole tensors of zeros, and adds these.
+    joined), ·sin, the sum; backward cuts what was joined into two whole tensors of zeros, and adds these. Under autocast
+    cosines, and what is made with them, have the stream's format; attention casts it, backward each gradient.
     """
+    if s.autocast:
+        wide, narrow, casts = (4, 11, 3) if back else (5, 5, 1)  # tensors moved; made into the other format
+        moved = elements * (wide * s.stream_wide + narrow * s.wide + casts * (s.wide + s.stream_wide))
+        return several(s, "rope", moved, 2 * ((9 if back else 5) + casts))
     if s.style.op_by_op:
         return several(s, "rope", elements * s.wide * (15 if back else 10), 2 * (9 if back else 5))
     return copies(s, "rope", elements)

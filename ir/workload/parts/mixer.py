@@ -49,7 +49,7 @@ def mixer(s: PartSetting) -> PartWork:
         model_flops=2 * s.shape.tokens * h * (m.projected + m.inner) + model_flops(s),
     )
     grads = (s.tokens * widest + core.rows * core.channels + inner) * s.wide + core.workspace(s)
-    return branch(s, "input_norm", inside, grads, reads=h)
+    return branch(s, "input_norm", inside, grads, reads=h, linears=len(ins))
 
 
 def _linears(s: PartSetting, m: LayerMixer) -> tuple[tuple[LinearKernel, ...], LinearKernel]:

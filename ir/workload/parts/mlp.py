@@ -6,7 +6,7 @@ from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.region import enter, leave
-from ir.workload.parts.residual import branch, normed
+from ir.workload.parts.residual import branch, stream_normed
 from ir.workload.setting import PartSetting
 
 
@@ -30,7 +30,8 @@ def mlp(s: PartSetting) -> PartWork:
         forward_workspace=max(s.tokens * h * s.wide, _before_cast(s, width)),
         model_flops=2 * s.shape.tokens * h * c.ffn * (c.activation.ups + 1),
     )
-    return branch(s, "post_norm", inside, inner_grads(s, s.tokens, width), reads=h if own else 0, own=own)
+    grads, ups = inner_grads(s, s.tokens, width), c.activation.ups
+    return branch(s, "post_norm", inside, grads, reads=h if own else 0, own=own, linears=ups)
 
 
 def shared(s: PartSetting) -> PartWork:
@@ -62,7 +63,7 @@ def shared(s: PartSetting) -> PartWork:
         weight_grad=k.weight_grad(s, down, up, *gates),
         out_bytes=s.stream * h * s.wide,
         saved=(
-            normed(s, "normed", s.stream * h),
+            stream_normed(s, "normed", s.stream * h),
             *inner_saved(s, s.tokens, width, second_up(s, width), compact=True),
             *(SavedBuffer("before_gate", n, Pass.I) for _ in gates),
         ),

@@ -8,7 +8,15 @@ from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel, beyond
 from ir.workload.parts.mlp import activation, activation_backward, compacted, inner_grads, inner_saved
 from ir.workload.parts.region import expert_tensor
-from ir.workload.parts.residual import mask, normed, residual_backward, stats, written
+from ir.workload.parts.residual import (
+    linears_narrow,
+    linears_widen,
+    mask,
+    residual_backward,
+    stats,
+    stream_normed,
+    written,
+)
 from ir.workload.setting import PartSetting, with_scales
 
 # What transformers' experts launch around their products, operation by operation (integrations/moe.py, grouped_mm),
@@ -55,7 +63,8 @@ def router(s: PartSetting) -> PartWork:
     choice = scores * 4 + s.stream * (moe.top_k * 12 + 4 if moe.normalised else moe.top_k * 8)
     return PartWork(
         forward=(
-            k.norm_forward(s, "post_norm", n),
+            k.norm_forward(s, "post_norm", n, stream=True),
+            *linears_narrow(s, "normed", n, 1),
             gate.forward(s),
             choose,
             *even,
@@ -68,16 +77,17 @@ def router(s: PartSetting) -> PartWork:
             gate.input_grad(s),
             *k.input_grad(s, *ins),
             k.add(s, "sum_grads", n, 3 if moe.shared_ffn else 2),
-            k.norm_backward(s, "post_norm_backward", n),
-            k.add(s, "residual_backward", n),
+            *linears_widen(s, "normed", n, 1),
+            k.norm_backward(s, "post_norm_backward", n, stream=True),
+            k.memory(s, "residual_backward", 3 * n * s.stream_wide),
         ),
         weight_grad=k.weight_grad(s, gate, *ins),
         out_bytes=(n + s.stream * moe.latent) * s.wide,
-        saved=(*own, stats(s), *written(s, s.stream * h), SavedBuffer("router_scores", choice, Pass.I), *shares),
+        saved=(*own, stats(s), *written(s, n, stream=True), SavedBuffer("router_scores", choice, Pass.I), *shares),
         stash_bytes=k.stash(s, gate, *ins),
         forward_workspace=2 * scores * 4
         + (with_scales(s.stream * s.config.expert_hidden, s.precision.dispatch) if _narrow(s) else 0),
-        input_grad_workspace=2 * scores * 4 + n * s.wide,
+        input_grad_workspace=2 * scores * 4 + n * s.stream_wide,
         model_flops=2 * s.shape.tokens * h * (moe.experts + moe.latent),
     )
 
@@ -172,11 +182,11 @@ def add(s: PartSetting) -> PartWork:
     outs = (LinearKernel("latent_out", s.stream, s.config.hidden, moe.latent),) if moe.latent else ()
     came = tuple(SavedBuffer("latent", s.cached(x.rows * x.into)) for x in outs)
     return PartWork(
-        forward=(*k.forward(s, *outs), k.memory(s, "residual", (terms + 1) * n * s.wide + drop)),
+        forward=(*k.forward(s, *outs), k.memory(s, "residual", n * ((terms - 1) * s.wide + 2 * s.stream_wide) + drop)),
         # The gradient passes through to all; to the experts it travels in dispatch's format.
         input_grad=(*residual_backward(s), *k.input_grad(s, *outs), *_pack(s, s.stream * s.config.expert_hidden)),
         weight_grad=k.weight_grad(s, *outs),
-        out_bytes=n * s.wide,
+        out_bytes=n * s.stream_wide,
         saved=(*mask(s), *came),
         stash_bytes=k.stash(s, *outs),
         model_flops=2 * s.shape.tokens * s.config.hidden * moe.latent,
@@ -185,8 +195,8 @@ def add(s: PartSetting) -> PartWork:
 
 def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:
     if not s.fp8:
-        return normed(s, "normed", elements)
-    again = (k.norm_forward(s, "gate_input.again", elements),)
+        return stream_normed(s, "normed", elements)
+    again = (k.norm_forward(s, "gate_input.again", elements, stream=True),)
     return SavedBuffer("gate_input", elements * s.wide, Pass.W, ("norm", "operators"), again)
 
 

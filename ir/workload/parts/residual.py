@@ -18,36 +18,49 @@ def normed(s: PartSetting, name: str, elements: int) -> SavedBuffer:
     return SavedBuffer(name, s.cached(elements), Pass.W, ("norm", "operators"), again)
 
 
+def stream_normed(s: PartSetting, name: str, elements: int, linears: int = 1) -> SavedBuffer:
+    """The same of a norm of the residual stream. linears: that read it, each of which keeps its own under autocast."""
+    copies = linears if s.autocast else 1
+    cast = (*linears_narrow(s, name, elements, copies), *k.cast(s, name, elements))
+    again = (k.norm_forward(s, f"{name}.again", elements, stream=True), *cast)
+    return SavedBuffer(name, s.cached(elements) * copies, Pass.W, ("norm", "operators"), again)
+
+
 def stats(s: PartSetting, name: str = "norm_stats", norms: int = 1) -> SavedBuffer:
     """Norms' fp32 statistics per token: mean and reciprocal deviation, or the latter alone."""
     return SavedBuffer(name, norms * s.stream * (8 if s.config.norm is NormLayerKind.LAYER else 4), Pass.I)
 
 
-def written(s: PartSetting, elements: int, *, behind: bool = False) -> tuple[SavedBuffer, ...]:
+def written(s: PartSetting, elements: int, *, behind: bool = False, stream: bool = False) -> tuple[SavedBuffer, ...]:
     """What a norm written operation by operation keeps of so many elements beside its input and output: the input in
     fp32 (in place of the input, which the stream keeps), and what is weighed. behind: it is a branch's last, or
-    the model's, which nothing makes again; of others this is made again with the output.
+    the model's, which nothing makes again; of others this is made again with the output. stream: it reads the stream.
     """
     if not s.written_norms or not elements:
         return ()
     labels, end = ((), "_behind") if behind else (("norm", "operators"), "")
-    wide = SavedBuffer(f"norm_fp32{end}", elements * (max(4, s.wide) - s.wide), Pass.I, labels)
-    return wide, SavedBuffer(f"norm_scaled{end}", elements * s.wide, Pass.I, labels)
+    read, made = k.read_by_norm(s, stream), k.normed_wide(s, stream)
+    wide = SavedBuffer(f"norm_fp32{end}", elements * (max(4, read) - read), Pass.I, labels)
+    return wide, SavedBuffer(f"norm_scaled{end}", elements * made, Pass.I, labels)
 
 
-def branch(s: PartSetting, norm: str, inside: PartWork, grads: int, *, reads: int, own: bool = True) -> PartWork:
+def branch(
+    s: PartSetting, norm: str, inside: PartWork, grads: int, *, reads: int, own: bool = True, linears: int = 1
+) -> PartWork:
     """A part that adds to the stream what is `inside` of it: with the norms, dropout and the addition at its ends.
 
     norm: the label of the norm that its linears read; own: False where that is another branch's. reads: features per
     token that sequence parallelism gathers for them. grads: bytes of gradients inside at their most; what `inside` says
-    of its workspace in I stands beside them all the while.
+    of its workspace in I stands beside them all the while. linears: that read the norm's output.
     """
     n, place = s.stream * s.config.hidden, s.config.form.norms
     before, behind = own and place is not LayerNormPlace.BEHIND, place is not LayerNormPlace.BEFORE
+    bare, heard = place is LayerNormPlace.BEHIND, linears if own else 0  # linears read the stream, or what a norm gives
     return replace(
         inside,
         forward=(
-            *((k.norm_forward(s, norm, n),) if before else ()),
+            *((k.norm_forward(s, norm, n, stream=True),) if before else ()),
+            *(narrowed(s, "input", n) if bare else linears_narrow(s, "normed", n, heard)),
             *(k.cast(s, "normed", n) if own else ()),
             *inside.forward,
             *((k.norm_forward(s, f"{norm}_behind", n),) if behind else ()),
@@ -57,33 +70,39 @@ def branch(s: PartSetting, norm: str, inside: PartWork, grads: int, *, reads: in
             *residual_backward(s),
             *((k.norm_backward(s, f"{norm}_behind_backward", n),) if behind else ()),
             *inside.input_grad,
-            *((k.norm_backward(s, f"{norm}_backward", n),) if before else ()),
-            k.add(s, "residual_backward", n),
+            *(narrowed(s, "input.grad", n) if bare else linears_widen(s, "normed", n, heard)),
+            *((k.norm_backward(s, f"{norm}_backward", n, stream=True),) if before else ()),
+            k.memory(s, "residual_backward", 3 * n * s.stream_wide),
         ),
-        saved=(*_ends_saved(s, reads, own, before + behind), *inside.saved, *mask(s)),
+        out_bytes=n * s.stream_wide,
+        saved=(*_ends_saved(s, reads, heard, before + behind), *inside.saved, *mask(s)),
         inline=(*inside.inline, *leave(s, s.config.hidden)),
-        input_grad_workspace=beyond(_grads(s, grads) + inside.input_grad_workspace, n * s.wide, inside.stash_bytes),
+        input_grad_workspace=beyond(
+            _grads(s, grads) + inside.input_grad_workspace, n * s.stream_wide, inside.stash_bytes
+        ),
     )
 
 
-def _ends_saved(s: PartSetting, reads: int, own: bool, norms: int) -> tuple[SavedBuffer, ...]:
+def _ends_saved(s: PartSetting, reads: int, linears: int, norms: int) -> tuple[SavedBuffer, ...]:
     """What a branch keeps at its ends: its linears' input, what sequence parallelism gathered of it beside this
     device's share, where it is kept, the statistics of its norms; of a norm behind them, what it read.
 
-    Without a norm before them linears read the stream, which the chunk keeps; in fp8 they keep a copy of their own.
+    Without a norm before them linears read the stream, which the chunk keeps; of a wider one, or in fp8, they keep a
+    copy of their own.
     """
     n, place = s.stream * s.config.hidden, s.config.form.norms
     more = (s.tokens - s.stream) * reads if s.style.keep_gathered else 0
-    before = int(own and place is not LayerNormPlace.BEHIND)
+    before = int(bool(linears) and place is not LayerNormPlace.BEHIND)
     if place is LayerNormPlace.BEHIND:
-        read = (SavedBuffer("input_fp8", s.cached(n)),) if s.fp8 else ()
+        own = s.fp8 or s.stream_wide > s.wide
+        read = (SavedBuffer("input_fp8" if s.fp8 else "input", s.cached(n)),) if own else ()
     else:
-        read = (normed(s, "normed", n),) if own else ()
+        read = (stream_normed(s, "normed", n, linears),) if linears else ()
     return (
         *read,
         *((SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()),
         *((stats(s, norms=norms),) if norms else ()),
-        *written(s, before * n),
+        *written(s, before * n, stream=True),
         *written(s, (norms - before) * n, behind=True),
         *((SavedBuffer("branch", n * s.wide, Pass.I),) if place is not LayerNormPlace.BEFORE else ()),
     )
@@ -98,25 +117,50 @@ def mask(s: PartSetting) -> tuple[SavedBuffer, ...]:
 
 def residual(s: PartSetting) -> Kernel:
     """Dropout (its mask written on the way) and the residual addition, in one kernel; operation by operation in two."""
-    n = s.stream * s.config.hidden
+    n, both = s.stream * s.config.hidden, 2 * s.stream_wide + s.wide
     if s.style.op_by_op and s.config.hidden_dropout:
-        return k.several(s, "residual", n * (5 * s.wide + 1), 2)
-    return k.memory(s, "residual", 3 * n * s.wide + (n if s.config.hidden_dropout else 0))
+        return k.several(s, "residual", n * (2 * s.wide + both + 1), 2)
+    return k.memory(s, "residual", both * n + (n if s.config.hidden_dropout else 0))
 
 
 def _grads(s: PartSetting, inner: int) -> int:
     """Bytes of gradients at their most between a residual branch's two ends. inner: of those inside of it.
 
-    They stand beside the gradient that came, as dropout made it or sequence parallelism gathered it, and its fp8 copy.
-    At the near end: the normed input's gradient, the input's, and its sum with the gradient that goes round.
+    They stand beside the gradient that came, as dropout made it, sequence parallelism gathered it or products read it,
+    and its fp8 copy. At the near end: the normed input's gradient, the input's, and its sum with the gradient that goes
+    round.
     """
-    whole, n = (t * s.config.hidden * s.wide for t in (s.tokens, s.stream))
-    came = whole if s.sp else n if s.config.hidden_dropout else 0
+    whole, n = (t * s.config.hidden for t in (s.tokens, s.stream))
+    came = whole if s.sp else n if s.config.hidden_dropout or s.stream_wide > s.wide else 0
     copy = s.cached(s.tokens * s.config.hidden) if s.fp8 else 0
-    return came + max(inner + copy, whole + 2 * n)
+    normed_grad = whole * k.normed_wide(s, stream=True)
+    return came * s.wide + max(inner + copy, normed_grad + 2 * n * s.stream_wide)
 
 
 def residual_backward(s: PartSetting) -> Work:
-    """Dropout's backward; the addition itself passes gradients through."""
+    """Dropout's backward; the addition itself passes gradients through, to the branch in its own format."""
     n = s.stream * s.config.hidden
-    return (k.memory(s, "dropout_backward", n * (2 * s.wide + 1)),) if s.config.hidden_dropout else ()
+    if s.config.hidden_dropout and not s.autocast:
+        return (k.memory(s, "dropout_backward", n * (s.stream_wide + s.wide + 1)),)
+    dropped = (k.memory(s, "dropout_backward", n * (2 * s.wide + 1)),) if s.config.hidden_dropout else ()
+    return (*narrowed(s, "residual.grad", n), *dropped)
+
+
+def narrowed(s: PartSetting, label: str, elements: int, linears: int = 1) -> Work:
+    """The residual stream's format to that of products, or back; under autocast once for each linear."""
+    one = k.memory(s, f"{label}.narrow", elements * (s.stream_wide + s.wide))
+    return (replace(one, count=linears),) if s.stream_wide > s.wide else ()
+
+
+def linears_narrow(s: PartSetting, label: str, elements: int, linears: int) -> Work:
+    """What linears cast of a norm's output under autocast, each for itself."""
+    return narrowed(s, label, elements, linears) if s.autocast else ()
+
+
+def linears_widen(s: PartSetting, label: str, elements: int, linears: int) -> Work:
+    """The way back: each linear's gradient cast, and added to the others'."""
+    if not s.autocast:
+        return ()
+    one = k.memory(s, f"{label}.sum", 3 * elements * s.stream_wide)
+    sums = (replace(one, count=linears - 1),) if linears > 1 else ()
+    return (*narrowed(s, f"{label}.grad", elements, linears), *sums)

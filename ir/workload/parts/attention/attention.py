@@ -57,7 +57,7 @@ def attention(s: PartSetting) -> PartWork:
         + core.model_flops(s)
         + p.indexer.model_flops,
     )
-    made = branch(s, "input_norm", inside, core.gradients(s), reads=sum(p.enters))
+    made = branch(s, "input_norm", inside, core.gradients(s), reads=sum(p.enters), linears=p.readers)
     again = SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), residual(s)))
     return replace(made, saved=(*made.saved, again))
 
@@ -91,6 +91,7 @@ def _heads(s: PartSetting, core: AttentionCore) -> AttentionProjection:
             SavedBuffer("v", s.tokens * (features - roped - gate) * s.wide, Pass.I),
         ),
         enters=(h,),
+        readers=1 if c.names.qkv else 3,
         widest=features,
         model_flops=2 * s.shape.tokens * h * ((1 + c.form.attn_gate) * c.heads + 2 * c.kv_heads) * c.head_dim,
         sums=2 if c.qk_norm and c.form.qk_over is AttentionNormKind.WIDTH and s.layout.tp > 1 else 0,

@@ -16,9 +16,9 @@ class AttentionProjection:
     """How queries, keys and values come out of the normed input. backward: their gradients to the input norm's.
 
     enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
-    passes: of what no linear reads. widest: features of the largest transient. sums: fp32 numbers per token that norms
-    over all heads sum over the region. behind: from what attention gives to what the output projection reads. indexer:
-    what picks keys.
+    passes: of what no linear reads. readers: linears of the normed input, where each product is one of its own. widest:
+    features of the largest transient. sums: fp32 numbers per token that norms over all heads sum over the region.
+    behind: from what attention gives to what the output projection reads. indexer: what picks keys.
     """
 
     forward: Work
@@ -26,6 +26,7 @@ class AttentionProjection:
     linears: tuple[LinearKernel, ...]
     saved: tuple[SavedBuffer, ...]
     enters: tuple[int, ...]
+    readers: int
     widest: int
     model_flops: int
     passes: int = 0
