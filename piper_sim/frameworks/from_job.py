@@ -76,7 +76,7 @@ def _formats(job: Job, framework: str) -> Facts:
     p, whole = job.precision, precision_of(job)
     f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}
     named_ = {"params": p.params, "grads": p.grads, "reduce": p.reduce, "optimizer_dtype": p.optimizer}
-    named_ |= {"gather": p.gather}
+    named_ |= {"gather": p.gather, "residual": whole.residual and str(whole.residual)}
     if framework == "automodel" and p.params not in (None, "fp32"):
         if whole.optimizer == whole.params:  # torch's, which has no word for it
             del named_["optimizer_dtype"]

@@ -156,7 +156,7 @@ class _Numbers:
     seq_len: int
     mbs: int
     size: int
-    formats: tuple[torch.dtype, ...]  # params, compute, grads, optimizer
+    formats: tuple[torch.dtype, ...]  # params, compute, grads, optimizer, stream
     optimizer: JobOptimizer
     forced: _Choice | None
 
@@ -169,7 +169,7 @@ def _numbers(job: Job, mbs: int, forced: _Choice | None) -> _Numbers:
         job.model.seq_len,
         mbs,
         job.schedule.microbatch_size,
-        tuple(TORCH[d] for d in (p.params, p.compute, p.grads, p.optimizer)),
+        tuple(TORCH[d] for d in (p.params, p.compute, p.grads, p.optimizer, p.stream)),
         job.optimizer,
         forced,
     )
@@ -178,11 +178,11 @@ def _numbers(job: Job, mbs: int, forced: _Choice | None) -> _Numbers:
 @lru_cache(maxsize=64)
 def _alone(n: _Numbers, steps: int) -> Alone:
     config = load_config(n.config, json.loads(n.overrides))
-    params, compute, grads, moments = n.formats
+    params, compute, grads, moments, stream = n.formats
     torch.set_num_threads(1)
     data = MicrobatchLoader("synthetic", vocab=config.vocab, length=n.seq_len, microbatches=n.mbs, size=n.size)
     guide = ExpertRouterGuide(n.forced, balance=config.moe.balance / data.sequences if config.moe else 0.0)
-    model = DecoderModel(config, dtype=params, compute=compute, guide=guide)
+    model = DecoderModel(config, dtype=params, compute=compute, guide=guide, stream=stream)
     found = train(model, data, steps, optimizer=n.optimizer, grads=grads, moments=moments)
     return Alone(found.losses, found.grad_norms, *map(_arrays, (found.grads, found.params, found.first)))
 

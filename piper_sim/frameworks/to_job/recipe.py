@@ -93,7 +93,8 @@ def formats(d: JobDraft, f: Facts) -> None:
         grads = grads or f.get("reduce")  # microbatches are summed in the format that is reduced
     own = params if params != "fp32" and by_torch(d.framework, f) else None  # of all that torch makes of them
     grads = grads or (None if f.get("pp", 1) > 1 and d.job["parallel"].get("zero") else own)  # whole ones are in reduce
-    d.put("precision", compute=compute, params=params, grads=grads, reduce=f.get("reduce"))
+    residual = _stream(d, f) if compute in ("bf16", "fp16", "fp8") else None
+    d.put("precision", compute=compute, params=params, grads=grads, reduce=f.get("reduce"), residual=residual)
     moments = f.get("optimizer_dtype") or own
     # FSDP gathers what it computes in, whatever its shards have; a job's weights that are kept whole come as they are.
     cast = compute if params == "fp32" and d.job.get("parallel", {}).get("zero") in (1, 2) else None
@@ -126,10 +127,8 @@ def by_torch(framework: str, f: Facts) -> bool:
 
 def _unmixed(d: JobDraft, f: Facts) -> str | None:
     """The format of weights, in which torchtitan computes where it divides a model and shards nothing."""
-    p = d.job.get("parallel", {})
-    divided, whole = p.get("tp", 1) * p.get("pp", 1) > 1, shards(d, f) == p.get("cp", 1) == 1
     own, said = str(f.get("params")), f.get("compute")
-    if not d.framework.endswith("torchtitan") or not (divided and whole) or own == said:
+    if not d.framework.endswith("torchtitan") or not (_divided(d) and _whole(d, f)) or own == said:
         return None
     why = f"torchtitan computes in training.dtype where FSDP has nothing to shard: {own}, not {said}"
     d.doubts["compute"] = why
@@ -137,10 +136,26 @@ def _unmixed(d: JobDraft, f: Facts) -> str | None:
     return own
 
 
+def _divided(d: JobDraft) -> bool:
+    p = d.job.get("parallel", {})
+    return bool(p.get("tp", 1) * p.get("pp", 1) > 1)
+
+
+def _whole(d: JobDraft, f: Facts) -> bool:
+    """Whether each replica keeps all weights of its parts."""
+    return bool(shards(d, f) == d.job.get("parallel", {}).get("cp", 1) == 1)
+
+
+def _stream(d: JobDraft, f: Facts) -> object:
+    """The format of the residual stream, where it is not that of products: under autocast it is the embeddings'."""
+    amp = d.framework.endswith("torchtitan") and f.get("params") == "fp32" and _whole(d, f) and not _divided(d)
+    return "fp32" if amp else f.get("residual")
+
+
 def storage(d: JobDraft, f: Facts) -> Facts:
     """Formats of weights, and those that gradients are kept and reduced in: as stated, or as they follow."""
     params, grads, reduce, kind = f.get("params"), f.get("grads"), f.get("reduce"), f.get("compute")
-    framework = d.framework
+    framework, residual = d.framework, f.get("residual")
     if framework == "megatron" and reduce == "bf16" and not f.get("fsdp"):  # --grad-reduce-in-bf16: the last word there
         grads, reduce = ("bf16", "bf16") if kind == "bf16" else (grads, None)
         d.expect(reduce, "reduce", f"megatron takes it with bf16 alone: gradients are {grads or kind}'s")
@@ -156,9 +171,8 @@ def storage(d: JobDraft, f: Facts) -> Facts:
     elif framework == "accelerate" and f.get("distributed_type") in (FSDP, 0) and kind in ("bf16", "fp16"):
         params = params or "fp32"  # as they are, under autocast; FSDP raises them, and casts what it gathers
         reduce = reduce or (kind if f["distributed_type"] == FSDP else None)
-        stream = "autocast keeps the residual stream in fp32; it is priced in the format of the products"
-        d.expect(f["distributed_type"] == FSDP, "compute", stream)
-    return {"params": params, "grads": grads, "reduce": reduce}
+        residual = None if f["distributed_type"] == FSDP else "fp32"  # embeddings', which autocast leaves as they are
+    return {"params": params, "grads": grads, "reduce": reduce, "residual": residual}
 
 
 def _muon(d: JobDraft, f: Facts) -> None:

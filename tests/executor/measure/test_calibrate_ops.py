@@ -29,6 +29,7 @@ JOBS = {
     "zero 3": ("parallel.dp=2", "parallel.zero=3"),
     "experts": ("model.config=tiny-moe",),
     "half precision, no clipping": ("precision.compute=bf16", "optimizer.clip_norm=0"),
+    "half precision, stream in fp32": ("precision.compute=bf16", "precision.residual=fp32"),
 }
 
 

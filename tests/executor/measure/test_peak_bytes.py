@@ -55,6 +55,9 @@ CASES = {
     "experts": "schedule.name=dualpipev schedule.microbatches=5 model.config=tiny-moe precision.compute=bf16",
     "experts, recompute": "schedule.name=zb1p model.config=tiny-moe schedule.recompute=full",
     "latent attention, MTP": f"schedule.name=zb1p precision.compute=bf16 {SMALL_DEEPSEEK}",
+    "stream in fp32": "schedule.name=zb1p precision.compute=bf16 precision.params=fp32 precision.residual=fp32",
+    "stream in fp32, two copies": "schedule.name=dualpipe schedule.recompute=full precision.compute=bf16 "
+    "precision.residual=fp32",
 }
 
 # Replicas: each level of ZeRO with each choice that touches it. What is left of the square is slow.
@@ -98,6 +101,7 @@ QUICK = (
     "one rank", "gpipe, M < P", "zb1p", "v-min", "recompute, two copies", "recompute of attention", "tied, two copies",
     "tied, one rank", "uneven", "peak in the update of shards", "peak in the norm", "experts", "ZeRO-2", "ZeRO-3",
     "ZeRO-1, shares that end inside parameters", "ZeRO-3, no prefetch, recompute", "looped-bfs",
+    "stream in fp32",
     "copies of shards, ZeRO-2",
 )  # fmt: skip
 FAKE = ("zb2p", "tied, two copies", "peak in the norm", "ZeRO-2", "ZeRO-3", "experts", "latent attention, MTP")

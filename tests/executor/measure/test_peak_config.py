@@ -20,6 +20,7 @@ from tests.executor.measure.peak_runs import job_file, measured
 
 NEAR = 0.01
 BF16 = "precision.compute=bf16"
+STREAM = f"{BF16} precision.params=fp32 precision.residual=fp32"
 WIDE = (
     "model.hidden_size=512 model.intermediate_size=1376 model.num_attention_heads=8 model.num_key_value_heads=4 "
     "model.vocab_size=8192 model.seq_len=512"
@@ -41,6 +42,8 @@ CASES = {
     "wider, one rank, ZeRO-3": f"{WIDE} parallel.pp=1 parallel.dp=2 parallel.zero=3 precision.compute=fp32",
     "gpt2": f"{GPT2} {BF16}",
     "experts": f"model.config=tiny-moe schedule.name=dualpipev model.seq_len=512 {BF16}",
+    "stream in fp32": f"{WIDE} schedule.recompute=norm {STREAM}",
+    "experts, stream in fp32": f"model.config=tiny-moe schedule.name=dualpipev model.seq_len=512 {STREAM}",
 }
 # Schedules and widths that others here have, too.
 SLOW = "many microbatches", "dualpipev", "dualpipe, recompute", "wider, one rank, ZeRO-3", "ZeRO-2"

@@ -165,8 +165,9 @@ def test_peak_memory_is_what_was_predicted_to_the_byte(sets: tuple[str, ...]) ->
     [
         pytest.param(("precision.compute=fp32",), 1e-4, marks=pytest.mark.slow),
         (("precision.compute=bf16", "precision.params=fp32"), 3e-2),
+        (("precision.compute=bf16", "precision.residual=fp32"), 3e-2),
     ],
-    ids=["fp32", "bf16 over fp32"],
+    ids=["fp32", "bf16 over fp32", "bf16 beside a stream in fp32"],
 )
 def test_narrower_formats_are_as_near_as_they_can_be(formats: tuple[str, ...], limit: float) -> None:
     sets = (*formats, *TP, "parallel.cp=2", "optimizer.name=sgd", "optimizer.lr=0.1", "schedule.microbatches=2")

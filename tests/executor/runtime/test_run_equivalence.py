@@ -28,6 +28,8 @@ BITWISE: list[tuple[str, ...]] = [
     ("schedule.name=1f1b", "optimizer.name=sgd", "optimizer.lr=0.5", "optimizer.clip_norm=0"),
     ("schedule.name=zb1p", "precision.compute=fp32", "schedule.microbatch_size=2"),
     ("schedule.name=1f1b", "precision.compute=bf16"),
+    ("schedule.name=zbv", "precision.compute=bf16", "precision.params=fp32", "precision.residual=fp32"),
+    ("schedule.name=interleaved-1f1b", "precision.compute=bf16", "precision.residual=fp32", "schedule.recompute=full"),
     (*DUAL, "schedule.microbatches=1", "schedule.recompute=full"),
     ("schedule.name=1f1b", "schedule.recompute=full", "schedule.recompute_layers=1"),
     ("schedule.name=zbv", "schedule.p2p=ordered"),

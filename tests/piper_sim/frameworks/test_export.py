@@ -72,6 +72,8 @@ def jobs(draw: st.DrawFn, frameworks: tuple[str, ...] = FRAMEWORKS) -> tuple[str
     precision = {"compute": draw(st.sampled_from(["bf16", "fp8"] if megatron else ["bf16"]))}
     if megatron and draw(st.booleans()):
         precision |= {"params": "bf16", "reduce": "bf16"} | ({"gather": "fp8"} if precision["compute"] == "fp8" else {})
+    if megatron and draw(st.booleans()):
+        precision |= {"residual": "fp32"}
     model = TITAN if framework == "torchtitan" else model
     optimizer = {"lr": draw(st.sampled_from([1e-3, 3e-4])), "clip_norm": draw(st.sampled_from([0.0, 1.0]))}
     return framework, prepared(
@@ -85,13 +87,14 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
     framework, job = drawn
     once = read_back(export_launch(job, framework))
     not_all = {e.fact for e in once.entries if e.list != "understood" and e.argument.name}
-    stream = {"compute"} if framework == "accelerate" and not job.job.parallel.zero else set()  # autocast's is in fp32
-    assert once.framework == framework and not_all - stream <= {"overlapped_gather"}  # asked for where plans wait, too
+    assert once.framework == framework and not_all <= {"overlapped_gather"}  # asked for where plans wait, too
     back = prepare(job_from(once.job))
     assert (back.mesh.sizes, back.mbs, back.layout) == (job.mesh.sizes, job.mbs, job.layout)
     whole = job.job.parallel.zero in (1, 2)
     gathered, meant = (precision_of(j.job).sync_bytes(whole)[1] for j in (back, job))
     assert gathered == meant  # said, where FSDP keeps weights in a format that it does not send
+    autocast = framework == "accelerate" and not job.job.parallel.zero
+    assert precision_of(back.job).stream == ("fp32" if autocast else precision_of(job.job).stream)
     assert back.base.recompute == job.base.recompute
     assert back.job.optimizer.lr == (job.job.optimizer.lr if framework != "accelerate" else 1e-3)
     assert read_back(export_launch(back, framework)).job == once.job

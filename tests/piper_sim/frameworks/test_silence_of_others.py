@@ -109,13 +109,13 @@ def test_accelerates_flags_say_what_its_file_would(tmp_path: Path, flags: str, z
     assert found.framework == "accelerate" and not listed(found, UNKNOWN)
     assert (found.job["parallel"]["zero"], found.job["precision"]["compute"]) == (zero, "bf16")
     # accelerator.py: "Upcasted low precision parameters"; FullyShardedDataParallelPlugin.set_mixed_precision; without
-    # either, forward runs under autocast, and weights and their gradients stay as they are
+    # either, forward runs under autocast, and weights, their gradients and the residual stream stay as they are
     said = found.job["precision"]
     assert (said.get("params"), said.get("reduce")) == (
         None if "deepspeed" in flags else "fp32",
         "bf16" if zero else None,
     )
-    assert ("--mixed_precision" in listed(found, ASSUMED)) == (zero == 0)  # whose stream stays in fp32
+    assert said.get("residual") == (None if zero else "fp32") and "--mixed_precision" not in listed(found, ASSUMED)
     assert [e.argument.value for e in found.entries if e.key == "parallel.zero" and not e.argument.name] == [0] * (
         not flags
     )

@@ -105,6 +105,7 @@ def test_torchtitan_mixes_formats_where_there_is_something_to_shard(
     text = f"torchrun --nproc_per_node {gpus} -m torchtitan.train --model.flavor 8B --parallelism.{more}"
     found = imported(tmp_path, f"{text} --training.mixed_precision_param bfloat16")
     assert found.job["precision"]["compute"] == compute
+    assert found.job["precision"].get("residual") == ("fp32" if "replicate" in more else None), "autocast's"
     assert (found.job["parallel"]["zero"] == 0) == ("replicate" in more), "FSDP over one replica is DDP"
     assert ("--training.mixed_precision_param" in listed(found, ASSUMED)) == (compute == "fp32")
     made = export_launch(prepare(job_from(found.job)), "torchtitan")
