@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from ir.graph.classes import recomputed
 from ir.graph.graph import Graph, GraphNode, PerStepOp
-from ir.workload.config.spec import LLAMA_FORM, NOT_KERNELS
+from ir.workload.config.spec import LLAMA_FORM, NEWER, NOT_KERNELS
 from ir.workload.work import ConfigModelWork
 
 Sizes = Mapping[str, int]
@@ -51,7 +51,7 @@ def op_shapes(graph: Graph) -> tuple[KernelShape | None, ...]:
     if not isinstance(source, ConfigModelWork):
         return (None,) * len(graph.nodes)
     c = source.config
-    usual = {"form": LLAMA_FORM, "mixer": None}
+    usual = {"form": LLAMA_FORM, "mixer": None, **NEWER}
     named = (
         n for f in fields(c) if (n := f.name) not in NOT_KERNELS and not (n in usual and getattr(c, n) == usual[n])
     )

@@ -35,6 +35,7 @@ from ir.job.build import PreparedJob, precision_of
 from ir.job.run_options import KEPT, CheckpointOptions
 from ir.job.table import table_of
 from ir.workload.config.load import presets, raw_config
+from ir.workload.config.spec import NEWER
 
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them
 BESIDE = (BUFFERS, "routers' corrections")  # what weights' files have that is no parameter
@@ -61,9 +62,9 @@ def training_of(prepared: PreparedJob) -> CheckpointTraining:
 
 
 def _model_of(prepared: PreparedJob) -> dict[str, Any]:
-    """What a model's config says; without a word for padding it says what it did before there was such a key."""
-    table = {k: v for k, v in _plain(prepared.config).items() if k not in UNUSED}
-    return {k: v for k, v in table.items() if k != "padding" or v is not None}
+    """What a model's config says; what is newer than checkpoints may be is told only where a model has it."""
+    table, newer = _plain(prepared.config), {**NEWER, "padding": None}
+    return {k: v for k, v in table.items() if k not in UNUSED and not (k in newer and v == newer[k])}
 
 
 def _beside(prepared: PreparedJob) -> dict[str, str]:

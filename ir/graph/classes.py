@@ -9,7 +9,7 @@ from ir.core.ops import Pass
 from ir.core.work import Message, MessageKind
 from ir.graph.graph import Graph, GraphNode
 from ir.workload.captured import CapturedModelWork
-from ir.workload.config.spec import NOT_KERNELS
+from ir.workload.config.spec import NEWER, NOT_KERNELS
 from ir.workload.work import ConfigModelWork
 
 
@@ -53,7 +53,8 @@ def _model(graph: Graph) -> str:
     s = graph.source
     if not isinstance(s, ConfigModelWork | CapturedModelWork):
         return ""
-    config = [(f.name, getattr(s.config, f.name)) for f in fields(s.config) if f.name not in NOT_KERNELS]
+    found = {f.name: getattr(s.config, f.name) for f in fields(s.config) if f.name not in NOT_KERNELS}
+    config = [(name, value) for name, value in found.items() if name not in NEWER or value != NEWER[name]]
     return repr((config, s.shape, s.precision, getattr(s, "attention", "")))
 
 

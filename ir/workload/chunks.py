@@ -74,8 +74,10 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
         )
         shared = (Part("shared", ("router",), (), own, tuple(q.name for q in norm)),)
     back = p.latent(config, f"{prefix}{inner}fc2_latent_proj", config.hidden, moe.latent)
-    add = Part("add", ("experts", *(s.name for s in shared), stream), (), back)
-    router = Part("router", (stream,), after, (*norm, *p.router(config, prefix + inner)))
+    again = (KeptBuffer(stream, Pass.I),) if config.streams else ()  # for the gradients of how streams are mixed
+    add = Part("add", ("experts", *(s.name for s in shared), stream), again, back)
+    mixed = p.hyper_connection(config, f"{prefix}ffn_hc")
+    router = Part("router", (stream,), after, (*mixed, *norm, *p.router(config, prefix + inner)))
     # Shared experts stand behind the routed ones: their forward runs beside combine, their backward beside its mirror.
     return (*first, router, routed, *shared, add)
 
@@ -100,7 +102,8 @@ def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     if not config.attends(layer):
         return ()
     own = p.distances(config, prefix) if layer in (0, config.encoder) else ()
-    params, still = (*p.attention(config, prefix), *own), p.indexer(config, prefix, layer)
+    mixed, still = p.hyper_connection(config, f"{prefix}attn_hc"), p.indexer(config, prefix, layer)
+    params = (*mixed, *p.attention(config.at(layer) if config.compressed else config, prefix), *own)
     attn = Part("attn", (reads,), keeps, params, frozen=still)
     if not config.encoder or config.encodes(layer):
         return (attn,)
@@ -110,8 +113,15 @@ def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
 
 
 def _read_again(config: ModelConfig, part: str) -> tuple[KeptBuffer, ...]:
-    """Where no norm stands before them, linears read the stream, and so does their weight gradient."""
-    return (KeptBuffer(part, Pass.W if config.form.norms is LayerNormPlace.BEHIND else Pass.I),)
+    """Where no norm stands before them, linears read the stream, and so does their weight gradient; so it does of what
+    mixes several streams.
+    """
+    reads = config.form.norms is LayerNormPlace.BEHIND or config.streams
+    return (KeptBuffer(part, Pass.W if reads else Pass.I),)
+
+
+def _read_by_norm(config: ModelConfig, part: str) -> tuple[KeptBuffer, ...]:
+    return (KeptBuffer(part, Pass.W if config.streams else Pass.I),)
 
 
 def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tuple[Part, ...]:
@@ -120,7 +130,8 @@ def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tupl
     """
     parts: tuple[Part, ...] = ()
     if config.form.final_norm:
-        parts, reads = (Part("norm", (reads,), (KeptBuffer(reads, Pass.I),), norm),), "norm"
+        mixed = p.hyper_connection(config, "model.hc_head", ends=True)
+        parts, reads = (Part("norm", (reads,), _read_by_norm(config, reads), (*mixed, *norm)),), "norm"
     if config.form.transform:
         parts += (Part("transform", (reads,), (KeptBuffer(reads, Pass.W),), p.transform(config)),)
         reads = "transform"

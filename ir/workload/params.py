@@ -2,6 +2,7 @@
 
 from math import prod
 
+from ir.workload.config.compressed import CompressedAttention, CompressedAttentionKeys
 from ir.workload.config.recurrence import LayerMixerKind
 from ir.workload.config.spec import AttentionNormKind, LayerNormPlace, ModelConfig, NormLayerKind
 from ir.workload.part import Param, PartLayout
@@ -71,6 +72,8 @@ def attention(config: ModelConfig, prefix: str) -> Params:
     c, names, at = config, config.names, f"{prefix}self_attn."
     if c.mla:
         return _mla(config, prefix)
+    if c.compressed:
+        return _compressed(config, prefix, c.compressed)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     params = _branch(c, prefix, names.attn_norm, "attn_out_norm")
     asked = 2 * q if c.form.attn_gate else q
@@ -160,10 +163,61 @@ def _mla(config: ModelConfig, prefix: str) -> Params:
     return params + linear(c, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, column=False, bias=c.out_bias)
 
 
+def _compressed(config: ModelConfig, prefix: str, x: CompressedAttention) -> Params:
+    """One key for all heads, and what makes compressed ones of a layer's tokens, whole on every device. x: the layer's.
+
+    The projection out of each group of heads is cut by groups.
+    """
+    c, at, h, dim = config, f"{prefix}self_attn.", config.hidden, config.head_dim
+    return (
+        *norm(c, f"{prefix}input_layernorm", h),
+        whole(f"{at}q_a_proj.weight", x.q_rank, h),
+        *norm(c, f"{at}q_a_norm", x.q_rank),
+        *linear(c, f"{at}q_b_proj", c.heads * dim, x.q_rank, column=True, bias=False),
+        whole(f"{at}kv_proj.weight", dim, h),
+        *norm(c, f"{at}kv_norm", dim),
+        cut(f"{at}o_a_proj.weight", 0, x.out_groups * x.out_rank, c.heads * dim // x.out_groups),
+        *linear(c, f"{at}o_b_proj", h, x.out_groups * x.out_rank, column=False, bias=False),
+        cut(f"{at}sinks", 0, c.heads),
+        *(_compressor(c, f"{at}compressor.", x.keys, dim) if x.keys.rate else ()),
+    )
+
+
+def _compressor(config: ModelConfig, at: str, keys: CompressedAttentionKeys, dim: int) -> Params:
+    """What takes tokens, weighed feature by feature, together to one key."""
+    features = keys.series * dim
+    return (
+        *(whole(f"{at}{name}_proj.weight", features, config.hidden) for name in ("kv", "gate")),
+        whole(f"{at}position_bias", keys.rate, features, table=True),
+        *norm(config, f"{at}kv_norm", dim),
+    )
+
+
+def hyper_connection(config: ModelConfig, name: str, *, ends: bool = False) -> Params:
+    """What mixes residual streams into a part's input, and its output into them; at the model's end into one."""
+    m, prefix = config.streams, "hc_" if ends else ""
+    if not m:
+        return ()
+    numbers = m if ends else m * (m + 2)
+    return (
+        whole(f"{name}.{prefix}fn", numbers, m * config.hidden),
+        whole(f"{name}.{prefix}base", numbers),
+        whole(f"{name}.{prefix}scale", 1 if ends else 3),
+    )
+
+
 def indexer(config: ModelConfig, prefix: str, layer: int) -> Params:
     """What picks the keys of attention, whole on every device. Nothing trains it: no gradient of the tokens' loss
     reaches what is picked (transformers' class asks for none; DeepSeek's own training adds a loss of its own).
     """
+    x = config.compressed and config.compressed.at(layer)
+    if x and x.keys.top_k:
+        at = f"{prefix}self_attn.compressor.indexer."
+        return (
+            *_compressor(config, at, x.keys, x.index_dim),
+            whole(f"{at}q_b_proj.weight", x.index_heads * x.index_dim, x.q_rank),
+            whole(f"{at}scorer.weights_proj.weight", x.index_heads, config.hidden),
+        )
     found, mla, at = config.indexer, config.mla, f"{prefix}self_attn.indexer."
     if found is None or mla is None or found.at(layer).taken:
         return ()

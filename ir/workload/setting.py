@@ -194,6 +194,11 @@ class PartSetting:
         return self.precision.stream.bytes
 
     @property
+    def streams(self) -> int:
+        """How many of them there are."""
+        return max(1, self.config.streams)
+
+    @property
     def autocast(self) -> bool:
         """Whether norms give the residual stream's format, and each linear casts for itself what it reads: what a wider
         stream is where operations are those of transformers' code, under torch.autocast.
@@ -271,7 +276,8 @@ def _divided(c: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> Iter
     attends = m is None or any(c.attends(i) for i in range(c.layers))
     mine = f"{c.source}'s"
     yield "tp", tp, f"{mine} attention heads", c.heads if attends else 0
-    yield "tp", tp, f"{mine} KV heads", c.heads if c.mla else c.kv_heads if attends else 0
+    yield "tp", tp, f"{mine} KV heads", c.heads if c.mla or c.compressed else c.kv_heads if attends else 0
+    yield "tp", tp, f"{mine} groups of heads in the output projection", c.compressed.out_groups if c.compressed else 0
     yield "tp", tp, f"{mine} {_VOCABULARY}", c.vocab
     yield "tp", tp, f"{mine} MLP width", c.ffn if any(c.has_mlp(i) for i in range(c.layers)) else 0
     yield "tp", tp, f"{mine} groups of recurrent heads", m.groups if m else 0
@@ -321,7 +327,7 @@ def _check_kinds(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape
         # Without it every tp rank holds the same tokens and would send each of them; Megatron refuses it too.
         message = "experts with tp > 1 need sequence parallelism"
         raise job_error("parallel.sequence_parallel", message, "true", "true")
-    if config.indexer and layout.cp_heads:
+    if (config.indexer or config.compressed) and layout.cp_heads:
         message = "keys are picked for a query, not for a head: ranks cannot divide heads of whole sequences"
         raise job_error("parallel.cp_comm", message, "all_gather", "all_gather")
     for key in ("seq_len", "encoder_seq_len"):

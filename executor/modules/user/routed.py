@@ -120,16 +120,16 @@ class UserExperts(nn.Module):
 class UserExpertRouter(nn.Module):
     """Part `router`: all of a layer that its experts' input is made of; and what the rest of the layer reads of it.
 
-    draws: what dropout depends on, where something before the experts drops out.
+    given: the token ids, where it reads them; what dropout depends on, where something before the experts drops out.
     """
 
     def __init__(self, inner: nn.Module, top_k: int, experts: int, region: RankRegion) -> None:
         super().__init__()
         self.inner, self.region, self.dispatch = inner, region, ExpertDispatch(top_k, experts)
 
-    def forward(self, x: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """x (batch, length, h) → rows (rows, h), weights (rows, 1), order (rows), counts (experts), what is carried."""
-        tokens, indices, weights, *carried = self.inner(x, *draws)
+        tokens, indices, weights, *carried = self.inner(x, *given)
         if (tp := self.region.tp).size > 1 and not self.region.sequence:
             tokens, weights = own(tokens, self.region), own(weights, self.region)
             indices = indices.chunk(tp.size)[tp.index]
@@ -182,11 +182,11 @@ class ExpertChunk:
     draws: frozenset[str]
 
 
-def cut_at_experts(name: str, chunk: nn.Module, region: RankRegion) -> ExpertChunk | None:
-    """A chunk as the three parts that it is, where experts were marked in it.
+def cut_at_experts(name: str, chunk: nn.Module, region: RankRegion, *, ids: bool = False) -> ExpertChunk | None:
+    """A chunk as the three parts that it is, where experts were marked in it. ids: it reads the token ids, too.
 
-    Raises PiperError (model): there are two, or it reads token ids, or it gives its experts no rows of tokens; (job):
-    ranks that all have these would not send equal stretches.
+    Raises PiperError (model): there are two, or it reads more, or it gives its experts no rows of tokens; (job): ranks
+    that all have these would not send equal stretches.
     """
     nodes = list(chunk.graph.nodes) if isinstance(chunk, fx.GraphModule) else []
     marks, inputs = [n for n in nodes if n.target is MARK], [n for n in nodes if n.op == "placeholder"]
@@ -195,7 +195,11 @@ def cut_at_experts(name: str, chunk: nn.Module, region: RankRegion) -> ExpertChu
     if not marks:
         return None
     values = [n.meta["val"] for n in marks[0].args[:3]]
-    if len(marks) > 1 or len(inputs) > 1 or any(v.dim() != 2 for v in values):
+    if len(inputs) > 1 + ids:
+        message = f"{name} reads {len(inputs)} tensors, and its experts are to be spread"
+        fix = f"a pattern of modules that leaves {name}'s out"
+        raise model_error(message, fix, "experts of layers that read one tensor, and token ids", "model.tags.EP")
+    if len(marks) > 1 or any(v.dim() != 2 for v in values):
         shapes = [list(v.shape) for v in values]
         message = f"{name} has {len(marks)} modules of experts, the first of which reads {shapes}"
         allowed = "one a layer, on (tokens, features), (tokens, top_k), (tokens, top_k)"

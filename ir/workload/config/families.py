@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ir.core.errors import nearest
+from ir.workload.config.compressed import read_compressed
 from ir.workload.config.keys import INERT, INSIDE, ROWS, fits
 from ir.workload.config.mixers import EXPERTS, blocks
 from ir.workload.config.spec import (
@@ -203,6 +204,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _deepseek),
     "youtu": lambda v, row: {**row, "mla": (mla := _latent(v)), "head_dim": mla.qk_dim},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _indexed),
+    "deepseek_v4": lambda v, row: {**row, "compressed": read_compressed(v)},
 }
 
 

@@ -129,7 +129,9 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             slides = [i not in _listed(v, n) for i in range(n)]
         case _:
             slides = [bool(size)] * n
-    said_of_layers = "mixer" not in row and "layer_types" in v.table and v.table["layer_types"].is_read
+    said_of_layers = (
+        not {"mixer", "compressed"} & row.keys() and "layer_types" in v.table and v.table["layer_types"].is_read
+    )
     given = layer_kinds(v, n, (FULL, other)) if said_of_layers else None
     if given is not None:
         read = mode not in (None, "all", "local")
@@ -251,6 +253,8 @@ def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
     """With the rotary embedding, where there is one."""
     if not base.rope or base.positions or base.form.embed_norm:
         return replace(base, rope=False)
+    if base.compressed:
+        return base
     if row["run"] or base.indexer:  # which turns by these angles
         dim = base.mla.rope_dim if base.mla else base.head_dim
         rope = read_rope(v, dim, partial=bool(row.get("partial")), latent=base.mla is not None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ir.workload.config.compressed import CompressedAttention
 from ir.workload.config.keys import ParamNames, names_of
 from ir.workload.config.recurrence import LayerMixer
 
@@ -12,6 +14,8 @@ from ir.workload.config.recurrence import LayerMixer
 NOT_KERNELS = frozenset(
     "layers source windows rope_scaling rope_pairs score_scale score_by_layer stored".split()  # noqa: SIM905
 )
+# What is told of a config only where it has it: profiles were taken before there was such a thing.
+NEWER: Mapping[str, object] = {"compressed": None, "streams": 0}
 
 
 class NormLayerKind(StrEnum):
@@ -220,6 +224,8 @@ class ModelConfig:
     stored: the format that its checkpoint is quantised to, "" for none. form: what else its layers have. mixer: of
     layers that have no attention. encoder: how many of the layers, from the first on, are an encoder's that the others
     attend to; 0 where there is one tower. padding: the word whose embedding no gradient reaches, None for none.
+    compressed: attention to a window and compressed keys. streams: residual streams that each part reads a mixture of,
+    and that what it gives is mixed into (hyper-connections, arXiv:2512.24880); 0: one, to which parts add.
     """
 
     source: str
@@ -264,6 +270,8 @@ class ModelConfig:
     mixer: LayerMixer | None = None
     encoder: int = 0
     padding: int | None = None
+    compressed: CompressedAttention | None = None
+    streams: int = 0
 
     def __hash__(self) -> int:
         """Of what tells models apart: a config is part of the key of many tables."""
@@ -275,6 +283,8 @@ class ModelConfig:
             return replace(self, encoder=0, form=replace(self.form, bidirectional=True))
         if isinstance(self.mla, IndexedLatentAttention) and self.mla.indexer.shared:
             return replace(self, mla=replace(self.mla, indexer=self.mla.indexer.at(layer))).at(layer)
+        if self.compressed is not None:
+            return replace(self, compressed=self.compressed.at(layer))
         if not self.windows and not self.score_by_layer and not self.form.no_rope:
             return self
         window = self.windows[layer] if self.windows else self.window

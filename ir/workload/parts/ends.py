@@ -9,6 +9,7 @@ from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.region import all_reduce, enter, gather
 from ir.workload.parts.residual import linears_narrow, linears_widen, narrowed, stats, stream_normed, written
+from ir.workload.parts.streams import StreamMixing
 from ir.workload.setting import PartSetting, TokenLossKind
 
 ID_BYTES = 8  # of a token's number
@@ -29,7 +30,8 @@ def embed(s: PartSetting) -> PartWork:
     dense = table * s.precision.params.bytes
     masked, scaled, again = bool(c.embed_dropout), c.form.multiplied("embedding"), c.form.embed_norm
     wide, looked = s.stream_wide, min(s.stream_wide, max(s.wide, s.precision.params.bytes))
-    one = 2 * n * wide  # reads the stream, and writes it
+    one, m = 2 * n * wide, s.streams  # reads the stream, and writes it
+    spread = (k.memory(s, "streams.spread", (m + 1) * n * wide),) if c.streams else ()
     scale = (k.memory(s, "embedding_scale", one),) if scaled else ()
     widen = (k.memory(s, "embedding.widen", n * (looked + wide)),) if looked < wide else ()
     norm, back = k.memory(s, "embedding_norm", one), k.memory(s, "embedding_norm_backward", one + n * wide)
@@ -42,15 +44,17 @@ def embed(s: PartSetting) -> PartWork:
             *((k.memory(s, "token_types", one + n * wide),) if c.form.token_types else ()),
             *scale,
             *((norm,) if again else ()),
+            *spread,
         ),
         input_grad=(),
         weight_grad=(
+            *spread,
             *((back,) if again else ()),
             *scale,
             *widen,
             k.memory(s, "scatter_grads", 2 * s.tokens * h * looked + 2 * dense + 2 * table * grads),
         ),
-        out_bytes=n * wide,
+        out_bytes=n * wide * m,
         saved=(
             SavedBuffer("ids", ID_BYTES * s.tokens),
             *((SavedBuffer("embedding_mask", n),) if masked else ()),
@@ -72,14 +76,20 @@ def _sum_words(s: PartSetting, size: int) -> tuple[PartCollective, ...]:
 
 def final_norm(s: PartSetting) -> PartWork:
     """The norm before the head."""
-    n = s.stream * s.config.hidden
+    n, mix = s.stream * s.config.hidden, StreamMixing.of(s, ends=True)
     return PartWork(
-        forward=(k.norm_forward(s, "final_norm", n, stream=True), *linears_narrow(s, "final", n, 1)),
-        input_grad=(*linears_widen(s, "final", n, 1), k.norm_backward(s, "final_norm_backward", n, stream=True)),
-        weight_grad=(),
+        forward=(*mix.before, k.norm_forward(s, "final_norm", n, stream=True), *linears_narrow(s, "final", n, 1)),
+        input_grad=(
+            *linears_widen(s, "final", n, 1),
+            k.norm_backward(s, "final_norm_backward", n, stream=True),
+            *mix.behind,
+        ),
+        weight_grad=mix.weight_grad,
         out_bytes=n * s.wide,
-        saved=(stats(s), *written(s, n, behind=True, stream=True)),
+        saved=(*mix.saved, stats(s), *written(s, n, behind=True, stream=True)),
         forward_workspace=n * s.stream_wide if s.autocast else 0,
+        input_grad_workspace=mix.workspace,
+        model_flops=mix.model_flops,
     )
 
 
@@ -121,7 +131,8 @@ def transform(s: PartSetting) -> PartWork:
 
 def skip(s: PartSetting) -> PartWork:
     """A stage without layers: what comes in goes on, and its gradient back."""
-    return PartWork(forward=(), input_grad=(), weight_grad=(), out_bytes=s.stream * s.config.hidden * s.stream_wide)
+    size = s.stream * s.config.hidden * s.stream_wide * s.streams
+    return PartWork(forward=(), input_grad=(), weight_grad=(), out_bytes=size)
 
 
 def head(s: PartSetting) -> PartWork:

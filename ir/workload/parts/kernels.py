@@ -149,8 +149,8 @@ def normed_wide(s: PartSetting, stream: bool) -> int:
 
 def rope(s: PartSetting, elements: int, *, back: bool = False) -> Kernel:
     """Rotary embedding of queries and keys. Operation by operation: x·cos, the halves changed (one negated, both
-    joined), ·sin, the sum; backward cuts what was joined into two whole tensors of zeros, and adds these. Under autocast
-    cosines, and what is made with them, have the stream's format; attention casts it, backward each gradient.
+    joined), ·sin, the sum; backward cuts what was joined into two whole tensors of zeros, and adds these. Under
+    autocast cosines, and what is made with them, have the stream's format; attention casts it, backward each gradient.
     """
     if s.autocast:
         wide, narrow, casts = (4, 11, 3) if back else (5, 5, 1)  # tensors moved; made into the other format

@@ -17,6 +17,7 @@ from ir.workload.parts.residual import (
     stream_normed,
     written,
 )
+from ir.workload.parts.streams import StreamMixing
 from ir.workload.setting import PartSetting, with_scales
 
 # What transformers' experts launch around their products, operation by operation (integrations/moe.py, grouped_mm),
@@ -48,7 +49,7 @@ def exchange(s: PartSetting) -> ExpertMessages:
 
 def router(s: PartSetting) -> PartWork:
     """The norm after attention, router logits, top-k. It passes on the normed tokens."""
-    moe, h = _moe(s), s.config.hidden
+    moe, h, mix = _moe(s), s.config.hidden, StreamMixing.of(s)
     n, scores = s.stream * h, s.stream * moe.experts
     gate = LinearKernel("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
     ins = (LinearKernel("latent_in", s.stream, moe.latent, h),) if moe.latent else ()
@@ -63,6 +64,7 @@ def router(s: PartSetting) -> PartWork:
     choice = scores * 4 + s.stream * (moe.top_k * 12 + 4 if moe.normalised else moe.top_k * 8)
     return PartWork(
         forward=(
+            *mix.before,
             k.norm_forward(s, "post_norm", n, stream=True),
             *linears_narrow(s, "normed", n, 1),
             gate.forward(s),
@@ -79,16 +81,23 @@ def router(s: PartSetting) -> PartWork:
             k.add(s, "sum_grads", n, 3 if moe.shared_ffn else 2),
             *linears_widen(s, "normed", n, 1),
             k.norm_backward(s, "post_norm_backward", n, stream=True),
-            k.memory(s, "residual_backward", 3 * n * s.stream_wide),
+            *(mix.behind or (k.memory(s, "residual_backward", 3 * n * s.stream_wide),)),
         ),
-        weight_grad=k.weight_grad(s, gate, *ins),
+        weight_grad=(*k.weight_grad(s, gate, *ins), *mix.weight_grad),
         out_bytes=(n + s.stream * moe.latent) * s.wide,
-        saved=(*own, stats(s), *written(s, n, stream=True), SavedBuffer("router_scores", choice, Pass.I), *shares),
+        saved=(
+            *mix.saved,
+            *own,
+            stats(s),
+            *written(s, n, stream=True),
+            SavedBuffer("router_scores", choice, Pass.I),
+            *shares,
+        ),
         stash_bytes=k.stash(s, gate, *ins),
         forward_workspace=2 * scores * 4
         + (with_scales(s.stream * s.config.expert_hidden, s.precision.dispatch) if _narrow(s) else 0),
-        input_grad_workspace=2 * scores * 4 + n * s.stream_wide,
-        model_flops=2 * s.shape.tokens * h * (moe.experts + moe.latent),
+        input_grad_workspace=2 * scores * 4 + max(n * s.stream_wide, mix.workspace),
+        model_flops=2 * s.shape.tokens * h * (moe.experts + moe.latent) + mix.model_flops,
     )
 
 
@@ -176,17 +185,26 @@ def spread(layout: PartLayout) -> bool:
 
 def add(s: PartSetting) -> PartWork:
     """Routed and shared experts' outputs onto the residual stream. Router weights are applied inside the experts."""
-    moe, n = _moe(s), s.stream * s.config.hidden
+    moe, n, mix = _moe(s), s.stream * s.config.hidden, StreamMixing.of(s)
     terms = 3 if moe.shared_ffn else 2
+    sums = (k.add(s, "sum", n),) if mix.mixed and moe.shared_ffn else ()
     drop = n if s.config.hidden_dropout else 0
     outs = (LinearKernel("latent_out", s.stream, s.config.hidden, moe.latent),) if moe.latent else ()
     came = tuple(SavedBuffer("latent", s.cached(x.rows * x.into)) for x in outs)
     return PartWork(
-        forward=(*k.forward(s, *outs), k.memory(s, "residual", n * ((terms - 1) * s.wide + 2 * s.stream_wide) + drop)),
+        forward=(
+            *k.forward(s, *outs),
+            *sums,
+            *(mix.mixed or (k.memory(s, "residual", n * ((terms - 1) * s.wide + 2 * s.stream_wide) + drop),)),
+        ),
         # The gradient passes through to all; to the experts it travels in dispatch's format.
-        input_grad=(*residual_backward(s), *k.input_grad(s, *outs), *_pack(s, s.stream * s.config.expert_hidden)),
+        input_grad=(
+            *(mix.unmixed or residual_backward(s)),
+            *k.input_grad(s, *outs),
+            *_pack(s, s.stream * s.config.expert_hidden),
+        ),
         weight_grad=k.weight_grad(s, *outs),
-        out_bytes=n * s.stream_wide,
+        out_bytes=n * s.stream_wide * s.streams,
         saved=(*mask(s), *came),
         stash_bytes=k.stash(s, *outs),
         model_flops=2 * s.shape.tokens * s.config.hidden * moe.latent,

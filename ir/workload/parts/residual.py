@@ -9,6 +9,7 @@ from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import beyond
 from ir.workload.parts.region import leave
+from ir.workload.parts.streams import StreamMixing
 from ir.workload.setting import PartSetting
 
 
@@ -53,34 +54,43 @@ def branch(
     token that sequence parallelism gathers for them. grads: bytes of gradients inside at their most; what `inside` says
     of its workspace in I stands beside them all the while. linears: that read the norm's output.
     """
-    n, place = s.stream * s.config.hidden, s.config.form.norms
+    n, place, mix = s.stream * s.config.hidden, s.config.form.norms, StreamMixing.of(s)
     before, behind = own and place is not LayerNormPlace.BEHIND, place is not LayerNormPlace.BEFORE
+    out = n * s.stream_wide * s.streams
     bare, heard = place is LayerNormPlace.BEHIND, linears if own else 0  # linears read the stream, or what a norm gives
     return replace(
         inside,
         forward=(
+            *mix.before,
             *((k.norm_forward(s, norm, n, stream=True),) if before else ()),
             *(narrowed(s, "input", n) if bare else linears_narrow(s, "normed", n, heard)),
             *(k.cast(s, "normed", n) if own else ()),
             *inside.forward,
             *((k.norm_forward(s, f"{norm}_behind", n),) if behind else ()),
-            residual(s),
+            *added(s),
         ),
         input_grad=(
-            *residual_backward(s),
+            *(mix.unmixed or residual_backward(s)),
             *((k.norm_backward(s, f"{norm}_behind_backward", n),) if behind else ()),
             *inside.input_grad,
             *(narrowed(s, "input.grad", n) if bare else linears_widen(s, "normed", n, heard)),
             *((k.norm_backward(s, f"{norm}_backward", n, stream=True),) if before else ()),
-            k.memory(s, "residual_backward", 3 * n * s.stream_wide),
+            *(mix.behind or (k.memory(s, "residual_backward", 3 * n * s.stream_wide),)),
         ),
-        out_bytes=n * s.stream_wide,
-        saved=(*_ends_saved(s, reads, heard, before + behind), *inside.saved, *mask(s)),
+        weight_grad=(*inside.weight_grad, *mix.weight_grad),
+        out_bytes=out,
+        saved=(*mix.saved, *_ends_saved(s, reads, heard, before + behind), *inside.saved, *mask(s)),
         inline=(*inside.inline, *leave(s, s.config.hidden)),
         input_grad_workspace=beyond(
-            _grads(s, grads) + inside.input_grad_workspace, n * s.stream_wide, inside.stash_bytes
+            _grads(s, grads) + inside.input_grad_workspace + mix.workspace, out, inside.stash_bytes
         ),
+        model_flops=inside.model_flops + mix.model_flops,
     )
+
+
+def added(s: PartSetting) -> Work:
+    """What a part gives, onto the residual stream, or into several."""
+    return StreamMixing.of(s).mixed or (residual(s),)
 
 
 def _ends_saved(s: PartSetting, reads: int, linears: int, norms: int) -> tuple[SavedBuffer, ...]:

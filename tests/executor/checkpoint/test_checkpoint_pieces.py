@@ -256,6 +256,17 @@ def test_a_manifest_says_what_was_trained_and_comes_back_as_it_was(config: str, 
     check_same(manifest, state.prepared, checkpoint)
 
 
+# What a checkpoint of the first version says of a model. A word more, of a model that is as it was, would refuse them.
+SAID = """
+    act activation attn_dropout embed_dropout encoder ffn form head_dim heads hidden hidden_dropout kv_heads layers
+    mixer mla mlp_bias model_type moe mtp norm norm_bias norm_eps out_bias positions qk_norm qkv_bias rope rope_pairs
+    rope_scaling rope_share rope_theta score_by_layer score_scale stored tied vocab window windows"""
+
+
+def test_a_manifest_says_no_more_of_a_model_than_the_first_ones_did(tmp_path: Path) -> None:
+    assert sorted(training_of(State.of(tmp_path / "job").prepared).model) == SAID.split()
+
+
 def test_as_many_other_tokens_are_other_data(tmp_path: Path) -> None:
     texts = {}
     for folder in ("a", "b"):

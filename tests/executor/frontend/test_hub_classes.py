@@ -37,6 +37,8 @@ STILL = 'optimizer.no_decay=["*.indexer.*"]'  # no loss reaches what picks keys,
 
 INDEXED = [
     ("glm_5", (2, 1, 0, "zb1p")),
+    ("deepseek_v4", (2, 1, 0, "zb1p")),
+    pytest.param("deepseek_v4", (1, 2, 3, "1f1b"), marks=pytest.mark.slow),
     pytest.param("glm_5", (1, 2, 3, "1f1b"), marks=pytest.mark.slow),
     pytest.param("deepseek_v32", (2, 1, 0, "zb1p"), marks=pytest.mark.slow),
 ]
@@ -45,6 +47,10 @@ INDEXED = [
 @pytest.mark.parametrize(("name", "plan"), INDEXED)
 def test_keys_that_an_indexer_picks_are_the_same_under_every_plan(name: str, plan: ClassPlan) -> None:
     assert 0.0 <= far(name, *sets_of(plan, "none"), STILL) <= 1e-10
+
+
+def test_experts_that_words_choose_are_spread_too() -> None:
+    assert 0.0 <= far("deepseek_v4", *sets_of((1, 2, 1, "1f1b"), "none"), "parallel.ep=2", STILL) <= 1e-10
 
 
 def test_a_decayed_indexer_would_be_seen_and_is_refused_with_patterns_that_name_it_and_nothing_else() -> None:

@@ -7,20 +7,21 @@ from ir.core.work import Work
 from ir.workload.config.spec import AttentionNormKind, NormLayerKind
 from ir.workload.part import PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
+from ir.workload.parts.attention.compressed import compressed
 from ir.workload.parts.attention.context import context
 from ir.workload.parts.attention.core import AttentionCore
 from ir.workload.parts.attention.latent import absorbed, latent
 from ir.workload.parts.attention.projection import AttentionProjection
 from ir.workload.parts.kernels import LinearKernel
-from ir.workload.parts.residual import branch, residual, written
+from ir.workload.parts.residual import added, branch, written
 from ir.workload.setting import AttentionKind, PartSetting
 
 
 def attention(s: PartSetting) -> PartWork:
     """Work of the part, for either kind of attention."""
     c, core = s.config, AttentionCore.of(s)
-    p = _heads(s, core) if c.mla is None else absorbed(s, core) if s.picked else latent(s, core)
-    h, size, width = c.hidden, s.tokens * s.wide, core.heads * c.v_dim
+    p = _projection(s, core)
+    h, size, width = c.hidden, s.tokens * s.wide, p.out_features or core.heads * c.v_dim
     out = LinearKernel("o_proj", s.tokens, h, width)
     later = size * width + s.stream * h * s.wide
     inside = PartWork(
@@ -53,12 +54,12 @@ def attention(s: PartSetting) -> PartWork:
         # The output projection's result, or what is there while context and output are not yet.
         forward_workspace=max(size * h, max(size * p.widest, p.indexer.workspace, core.workspace(s, Pass.F)) - later),
         model_flops=p.model_flops
-        + 2 * s.shape.tokens * h * c.heads * c.v_dim
+        + 2 * s.shape.tokens * h * width * s.layout.tp
         + core.model_flops(s)
         + p.indexer.model_flops,
     )
     made = branch(s, "input_norm", inside, core.gradients(s), reads=sum(p.enters), linears=p.readers)
-    again = SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), residual(s)))
+    again = SavedBuffer("stream", 0, Pass.I, ("operators",), (*_second_out(s, out), *added(s)))
     return replace(made, saved=(*made.saved, again))
 
 
@@ -67,7 +68,15 @@ def _second_out(s: PartSetting, out: LinearKernel) -> Work:
 
     What it gives is kept all the same: as many bytes as the MLP's last product, which that choice keeps in vain.
     """
-    return () if s.config.mla and s.config.mla.q_rank else (out.forward(s),)
+    return () if s.config.compressed or (s.config.mla and s.config.mla.q_rank) else (out.forward(s),)
+
+
+def _projection(s: PartSetting, core: AttentionCore) -> AttentionProjection:
+    if s.config.compressed is not None:
+        return compressed(s, core, s.config.compressed)
+    if s.config.mla is None:
+        return _heads(s, core)
+    return absorbed(s, core) if s.picked else latent(s, core)
 
 
 def _heads(s: PartSetting, core: AttentionCore) -> AttentionProjection:
@@ -135,7 +144,8 @@ def _context_saved(s: PartSetting, width: int) -> tuple[SavedBuffer, ...]:
         return (SavedBuffer("context", n * s.wide),)
     if s.config.mla:
         return (SavedBuffer("context_e5m6", n * 12 // 8 + 4 * -(-n // 128)),)
-    wide = (SavedBuffer("context", n * s.wide, Pass.I),) if s.attention is AttentionKind.FLASH else ()
+    read_by_flash = s.attention is AttentionKind.FLASH and not s.config.compressed
+    wide = (SavedBuffer("context", n * s.wide, Pass.I),) if read_by_flash else ()
     return (*wide, SavedBuffer("context_fp8", s.cached(n)))
 
 

@@ -23,6 +23,9 @@ def context(s: PartSetting, core: AttentionCore) -> tuple[PartCollective, ...]:
         sizes = [s.tokens * features * s.wide for features in sent]
         passes = (Pass.F, Pass.I)
         return tuple(inline(when, MessageKind.ALL_TO_ALL, size, "cp") for when in passes for size in sizes)
-    size = s.shape.tokens * core.kv_features * s.wide
+    tokens = s.shape.tokens
+    if (x := s.config.compressed) is not None:  # compressed keys of all, and those that a window reaches back for
+        tokens = s.shape.microbatch_size * (x.keys.entries(s.shape.seq_len) + s.config.window)
+    size = tokens * core.kv_features * s.wide
     gathers = tuple(inline(when, MessageKind.ALL_GATHER, size, "cp") for when in (Pass.F, Pass.I))
     return (*gathers, inline(Pass.I, MessageKind.REDUCE_SCATTER, size, "cp"))

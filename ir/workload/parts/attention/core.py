@@ -32,6 +32,8 @@ class AttentionCore:
         heads share (the multi-query mode of latent attention, arXiv:2512.02556).
         """
         c, tp = s.config, s.layout.tp
+        if c.compressed:
+            return cls(c.heads // tp, 1, c.head_dim, c.head_dim, keys, joint=True)
         if s.picked and c.mla:
             return cls(c.heads // tp, 1, c.mla.latent_dim, c.mla.kv_rank, keys, joint=True)
         return cls(c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp, c.qk_dim, c.v_dim, keys)
@@ -140,8 +142,9 @@ class AttentionCore:
         return self.heads // (s.layout.cp if s.layout.cp_heads else 1)
 
     def seen(self, s: PartSetting) -> int:
-        """Key positions of one sequence."""
-        return self.keys or s.shape.seq_len
+        """Key positions of one sequence, compressed ones among them."""
+        n, x = s.shape.seq_len, s.config.compressed
+        return self.keys or n + (x.keys.entries(n) if x else 0)
 
     def pairs_doubled(self, s: PartSetting) -> int:
         """Twice the (query, key) pairs of one sequence over all devices."""
@@ -171,7 +174,7 @@ class AttentionCore:
     def _summed(self, s: PartSetting) -> int:
         """Elements that flash's backward sums up in fp32: gradients of queries; of picked keys, which many share."""
         if self.joint:
-            return s.shape.tokens * self.qk
+            return s.shape.microbatch_size * self.seen(s) * self.qk
         return s.shape.microbatch_size * self.queries(s) * self.worked_on(s) * self.qk
 
     def _product(self, s: PartSetting, label: str, m: int, n: int, k: int) -> Kernel:
@@ -185,9 +188,11 @@ def pairs_doubled(s: PartSetting, w: int) -> int:
     """Twice the (query, key) pairs of one sequence, under the causal mask counted as half the square.
 
     A sliding window of w keys leaves w·s − w²/2 of them, and so do w that are picked for each query; stretches of w
-    that do not see each other, w²/2 each. w 0: all.
+    that do not see each other, w²/2 each. w 0: all. Compressed keys are seen beside a window's.
     """
-    n = s.shape.seq_len
+    n, x = s.shape.seq_len, s.config.compressed
+    if x is not None:
+        return (n * n if n <= w else 2 * w * n - w * w) + 2 * x.keys.pairs(n)
     if s.config.form.bidirectional:
         return 2 * n * n
     if s.config.form.chunked and 0 < w < n:

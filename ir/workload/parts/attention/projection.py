@@ -18,7 +18,8 @@ class AttentionProjection:
     enters: features per token of what crosses into the tensor-parallel region, tensor by tensor, for linears to read;
     passes: of what no linear reads. readers: linears of the normed input, where each product is one of its own. widest:
     features of the largest transient. sums: fp32 numbers per token that norms over all heads sum over the region.
-    behind: from what attention gives to what the output projection reads. indexer: what picks keys.
+    behind: from what attention gives to what the output projection reads, out_features of it; 0: it reads what
+    attention gives. indexer: what picks keys.
     """
 
     forward: Work
@@ -34,6 +35,7 @@ class AttentionProjection:
     behind: Work = ()
     behind_backward: Work = ()
     indexer: AttentionIndexerWork = NO_INDEXER
+    out_features: int = 0
 
     def inline(self, s: PartSetting) -> tuple[PartCollective, ...]:
         """Each tensor crosses by itself, as in Megatron."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tests.executor.modules.hub import Doubled
@@ -104,6 +105,23 @@ def glm_5() -> nn.Module:
     return _indexed("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", n_group=1, topk_group=1, indexer_types=kinds)
 
 
+def deepseek_v4() -> nn.Module:
+    """Several residual streams; a window, compressed keys of two kinds behind it; the first layer's experts by word."""
+    sizes = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "intermediate_size")}
+    heads = {"q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 4, "partial_rotary_factor": 0.5, "sliding_window": 3}
+    picked = {"index_topk": 2, "index_head_dim": 8, "index_n_heads": 2, "hc_mult": 2, "hc_sinkhorn_iters": 3}
+    kinds = ["heavily_compressed_attention", "sliding_attention", "compressed_sparse_attention"]
+    rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+    layers = {"layer_types": kinds, "compress_rates": rates, "mlp_layer_types": ["hash_moe", "moe", "moe"]}
+    routed = {"n_routed_experts": 4, "moe_intermediate_size": 8, **EXPERTS}
+    made = _made("DeepseekV4ForCausalLM", "DeepseekV4Config", {**sizes, **heads, **picked, **layers, **routed})
+    words = torch.arange(VOCAB)  # a checkpoint's; two different ones each
+    made.get_buffer("model.layers.0.mlp.gate.tid2eid").copy_(
+        torch.stack((words % 4, (words + 1 + words // 8 % 3) % 4), -1)
+    )
+    return made
+
+
 class InDouble(nn.Module):
     """A class as it is, with what its recurrences take down to float32 left in float64, traced or run."""
 
@@ -149,7 +167,7 @@ class Both(nn.Module):
 
 LAYERS = {name: "model.layers.*" for name in ("llama", "qwen3", "gemma3", "mixtral")}
 LAYERS |= dict.fromkeys(("nemotron_h", "qwen3_next"), "inner.model.layers.*")
-EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_5")
+EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_5", "deepseek_v4")
 LAYERS |= dict.fromkeys(EXPERTS_OF, "model.layers.*")
 EP = {"PP": "model.layers.*", "EP": "model.layers.*.mlp.experts"}
 LAYERS |= {"gpt2": "transformer.h.*", "gpt2_drops": "transformer.h.*", "Both": "t5.*coder.block.*"}
