@@ -20,9 +20,9 @@ _NUMBER = r"(\d{1,15}(?:\.\d{0,15})?(?:[eE][-+]?\d{1,2})?)"
 _MEGATRON = rf"iteration\s+(\d{{1,9}})\s*/.{{0,200}}elapsed time per iteration \(ms\): {_NUMBER}"
 _NEMO = rf"global_step[:=]\s*(\d{{1,9}})[^\r\n]{{0,400}}train_step_timing in s[:=]\s*{_NUMBER}"
 _LINES = (("megatron", re.compile(_MEGATRON), 1e-3), ("nemo", re.compile(_NEMO), 1.0))
-# torchtitan's logger writes when; its metrics line tells no seconds of a step, so they lie between two lines.
+# torchtitan's logger writes when; its metrics line tells no seconds of a step, so they lie between two lines. What that
+# calls memory is reserved, not allocated.
 _TITAN = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .{0,200}step:\s{0,9}(\d{1,9})\s.{0,200}tps:")
-_TITAN_PEAK = re.compile(rf"step:.{{0,200}}memory:\s{{0,9}}{_NUMBER}GiB")
 _PEAK = re.compile(rf"memory \(MB\).{{0,200}}max allocated: {_NUMBER}")
 _TAGS = {
     "iteration-time": 1.0,
@@ -75,7 +75,6 @@ def _text(text: str) -> LoggedSteps:
     told["torchtitan"] = _between(text)
     name = max(told, key=lambda n: len(told[n]))
     peaks = [float(m[1]) / 1024 for m in _PEAK.finditer(text)]  # MB there are MiB
-    peaks += [float(m[1]) for m in _TITAN_PEAK.finditer(text) if name == "torchtitan"]
     steps = {k: s for k, s in told[name].items() if math.isfinite(s) and s > 0}
     return LoggedSteps(name, tuple(sorted(steps.items())), max(peaks, default=None))
 

@@ -68,9 +68,9 @@ def test_a_log_becomes_a_row_that_the_backtest_reads(
     where = ["--set", "schedule.name=gpipe", "--out", str(tmp_path)]
     [run] = cli("history", str(tmp_path / name), *where).json["runs"]
     assert run["framework"] == framework and run["steps"] == 3
-    assert run["iteration_s"] == pytest.approx(1.25) and run["peak_allocated_GiB"] == (
-        40 if name in ("a.log", "c.log") else None
-    )
+    assert run["iteration_s"] == pytest.approx(1.25)
+    # What torchtitan's line calls memory is `max_reserved_gib` (components/metrics.py), more than what was allocated.
+    assert run["peak_allocated_GiB"] == (40 if name == "a.log" else None)
     job = '[model]\nconfig = "tiny-llama"\nseq_len = 64\n[history]\nfile = "past_runs.csv"\n'
     (tmp_path / "job.toml").write_text(job)
     past = cli("simulate", str(tmp_path / "job.toml")).json["history"]
