@@ -8,12 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from math import gcd
 
-from executor.launch.torchrun import end, report
+from executor.launch.torchrun import RankParser, TorchrunRank, end, flags, report
 from executor.launch.torchrun import main as rank_main
 from ir.core.errors import PiperError, job_error
+from ir.job.build import resolve
 from piper_sim.app.captured import load_job
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.search import search
@@ -25,38 +25,53 @@ PINNED = ("recompute", "attention", "microbatch_size", "layers", "etp")  # what 
 
 def main(argv: Sequence[str]) -> int:
     """One rank's life; returns its exit code."""
-    args, env = list(argv), os.environ
-    sets = [word for flag, word in pairwise(args) if flag == "--set"]
-    args += ["--resume", "if-present"] if "--save" in args and "--resume" not in args else []
-    if env.get("RANK") == "0" and args:
+    args = list(argv)
+    try:
+        asked, place = flags().parse_args(args), TorchrunRank.here()
+    except PiperError:
+        return rank_main(args)  # which says what is wrong, once
+    args += ["--resume", "if-present"] if asked.save is not None and asked.resume is None else []
+    if place.rank == 0:
         try:
-            world, here = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
-            args += [word for s in chosen(args[0], sets, world, here) for word in ("--set", s)]
+            args = _settled(args, asked.job, place.world)
         except PiperError as error:
             report(error)
             return error.kind.exit_code
     return rank_main(args)
 
 
+def _settled(args: Sequence[str], path: str, world: int) -> list[str]:
+    """The same, with the overrides that make the job one of so many processes."""
+    parser = RankParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--set", action="append", default=[])
+    found, rest = parser.parse_known_args(args)
+    sets = chosen(path, found.set, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    return [*rest, *(word for s in sets for word in ("--set", s))]
+
+
 def chosen(path: str, sets: Sequence[str], world: int, here: int) -> list[str]:
     """Overrides that make the job one of `world` ranks, `here` on each machine: the fastest plan found for them.
 
-    None where it has as many already. The global batch stays, and whatever else the training is made of. Raises
+    As they are where it has as many already. The global batch stays, and whatever else the training is made of. Raises
     PiperError (job): no plan for so many processes.
     """
     job = load_job(path, sets)
+    now = resolve(job, hardware_of(job).gpus_per_node).parallel
+    if now.mesh.ranks == world:
+        return list(sets)
     own = JobSpace.of(job, hardware_of(job))
-    if own.gpus == world:
-        return []
-    size = own.own.schedule.microbatch_size
-    dp = max(n for n in range(1, world + 1) if world % n == 0 and own.sequences % (n * size) == 0)
+    size, divisors = own.own.schedule.microbatch_size, [n for n in range(1, world + 1) if world % n == 0]
+    dp = max(n for n in divisors if own.sequences % (n * size) == 0)
     base = {"parallel": {"tp": 1, "cp": 1, "ep": 1, "pp": world // dp, "dp": dp, "layers": "balanced"}}
     base["parallel"]["dp_replicate"] = gcd(dp, job.parallel.dp_replicate)
     base |= {"schedule": {"name": "1f1b", "stages_per_rank": 1, "global_batch": own.sequences}}
-    base |= {"cluster": {"nodes": world // here, "gpus_per_node": here}}
+    each = gcd(world, here)  # machines may differ
+    base |= {"cluster": {"nodes": world // each, "gpus_per_node": each}}
     new = [f"{section}.{k}={json.dumps(v)}" for section, keys in base.items() for k, v in keys.items()]
-    pins = [f"search.pin={json.dumps(PINNED)}"]
-    found = search(load_job(path, [*sets, *new, *pins]), BUDGET_S)
+    new = [*(s for s in sets if s.partition("=")[0].strip() != "schedule.microbatches"), *new]  # global_batch says it
+    tried = [f"search.pin={json.dumps(PINNED)}"]
+    tried += [] if "pp" in job.search.overrides else [f"search.pp={json.dumps(divisors)}"]
+    found = search(load_job(path, [*new, *tried]), BUDGET_S)
     if found.best is None:
         raise job_error("WORLD_SIZE", f"no plan for {world} processes", "--nnodes with as many nodes as the job has")
     return [*new, *(f"{k}={json.dumps(v)}" for k, v in found.best["changes"].items())]
