@@ -102,8 +102,9 @@ class TorchrunRank:
         if rank >= world:
             fix = f"RANK of 0 to {world - 1}"
             raise PiperError(ErrorKind.USAGE, f"rank {rank} of {world}", key="RANK", allowed=fix, suggestion=fix)
+        local = {name: _counted(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
         _counted("MASTER_PORT")
-        return cls(rank, world, _counted("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
+        return cls(rank, world, local.get("LOCAL_RANK", rank))
 
 
 def _counted(name: str) -> int:

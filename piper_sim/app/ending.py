@@ -17,12 +17,20 @@ from ir.core.errors import ErrorKind, PiperError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_OURS = ("ir", "cost_models", "piper_sim", "executor")
+
 
 def unexpected(e: Exception, args: Sequence[str]) -> PiperError:
-    """A mistake of ours, as an error that can be reported. args: the command's. PIPER_DEBUG=1 shows the traceback."""
+    """A mistake of ours, as an error that can be reported; or a package that is there, and broken. args: the command's.
+    PIPER_DEBUG=1 shows the traceback.
+    """
     if os.environ.get("PIPER_DEBUG") == "1":
         traceback.print_exception(e)
     frames = traceback.extract_tb(e.__traceback__)
+    if isinstance(e, ImportError) and (e.name or "").partition(".")[0] not in _OURS:
+        what = (e.name or Path(frames[-1].filename).parent.name).partition(".")[0]
+        message, fix = f"{what} cannot be loaded: {e.msg}", f"install {what} anew, for this Python and this machine"
+        return PiperError(ErrorKind.MISSING_DEPENDENCY, message, key=what, suggestion=fix)
     at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     said = str(e).partition("\n")[0][:200]
     return PiperError(

@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Generator
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 from ir.core.errors import ErrorKind
@@ -14,14 +14,14 @@ from piper_sim.app.doctor.checks import NOT_ON_CPU, DeviceCheck, DeviceCheckColo
 
 def main(args: argparse.Namespace) -> int:
     """Ask until something is red. Returns 0 if nothing is, else 4. Of an allocation's ranks, rank 0 speaks."""
-    together, unseen = "WORLD_SIZE" in os.environ and find_spec("torch") is not None, list[str]()
-    rank = int(os.environ.get("RANK", 0)) if together else 0
-    job = None if args.job is None or rank else load_job(args.job, args.sets)
+    together, unseen = "WORLD_SIZE" in os.environ and _loads("torch"), list[str]()
+    follows = together and os.environ.get("RANK", "0").strip() != "0"
+    job = None if args.job is None or follows else load_job(args.job, args.sets)
     asked = questions(job)
     if together:
         from piper_sim.app.doctor import allocation
 
-        if rank:
+        if follows:
             return allocation.follow()
         asked, unseen = allocation.asked(job, args.shared), [allocation.NOT_TOGETHER]
     checks = examine(asked, (lambda check: None) if args.json else _show)
@@ -37,6 +37,15 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(f"not checked  {what}" for what in unseen))
         print("fit to run plans" if passed else "not fit to run plans")
     return 0 if passed else ErrorKind.RANK_FAILED.exit_code
+
+
+def _loads(module: str) -> bool:
+    """Whether a module can be loaded. Where not, a machine by itself is asked, which says why."""
+    try:
+        import_module(module)
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def _show(check: DeviceCheck) -> None:

@@ -2,12 +2,14 @@
 
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
 from statistics import median
 
 from ir.core.errors import ErrorKind, PiperError, usage_error
@@ -30,15 +32,44 @@ LATE_S = 0.02  # a sleep of a millisecond that takes so much longer: times of op
 
 
 def versions() -> Mapping[str, object]:
-    """Python, packages, and the variables that change how they run. Raises PiperError (missing_dependency): torch."""
+    """Python, packages, and the variables that change how they run.
+
+    Raises PiperError (missing_dependency): a package that is not there, older than we take, or torch not to be loaded.
+    """
     found: dict[str, object] = {"python": platform.python_version(), "system": platform.platform()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            found[name] = have = version(name)
         except PackageNotFoundError as error:
-            message, fix = f"{name} is not installed", "pip install 'piper-sim[exec]'"
-            raise PiperError(ErrorKind.MISSING_DEPENDENCY, message, key=name, suggestion=fix) from error
+            raise _lacking(name, f"{name} is not installed") from error
+        if (least := _least(name)) and _numbers(have) < _numbers(least):
+            raise _lacking(name, f"{name} {have} is too old", f"{least} or newer")
+    try:
+        import_module("torch")
+    except (ImportError, OSError) as error:  # a library that it needs is missing, or another's
+        raise _lacking("torch", f"torch {found['torch']} cannot be loaded: {error}") from error
     return found | {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)}
+
+
+def _least(name: str) -> str | None:
+    """The lowest version of a package that ours asks for."""
+    asked = (re.match(rf"{name}\s*>=\s*([\d.]+)", text) for text in requires("piper-sim") or ())
+    return next((m[1] for m in asked if m), None)
+
+
+def _numbers(text: str) -> list[int]:
+    """A version's numbers, in order.
+
+    >>> _numbers("2.9.1+cpu") < _numbers("2.10") <= _numbers("2.10.0a0")
+    True
+    """
+    head = re.match(r"[\d.]*", text)
+    return [int(x) for x in (head[0] if head else "").split(".") if x]
+
+
+def _lacking(name: str, message: str, allowed: str | None = None) -> PiperError:
+    fix = "pip install 'piper-sim[exec]'"
+    return PiperError(ErrorKind.MISSING_DEPENDENCY, message, key=name, allowed=allowed, suggestion=fix)
 
 
 def devices() -> Mapping[str, object]:

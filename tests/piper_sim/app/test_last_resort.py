@@ -13,6 +13,7 @@ from rich.table import Table
 from executor.launch.watch.verdict import RankFailed
 from piper_sim.app.cli import main
 from piper_sim.app.commands.output import show
+from piper_sim.app.ending import unexpected
 
 
 def test_an_unforeseen_exception_is_one_object_and_no_traceback(
@@ -30,6 +31,18 @@ def test_an_unforeseen_exception_is_one_object_and_no_traceback(
     assert text.code == 2 and text.out == "" and "Traceback" not in text.err and "boom" in text.err
     monkeypatch.setenv("PIPER_DEBUG", "1")
     assert "Traceback" in cli("simulate", path, as_json=False).err
+
+
+def test_a_package_that_is_there_and_cannot_be_loaded_is_no_mistake_of_ours(tmp_path: Path, job: Any) -> None:
+    """As torch for another CUDA; a name that one of our own modules lacks still is."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('raise ImportError("libcudart.so.12: cannot open")')
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    line = [sys.executable, "-m", "piper_sim", "run", job(), "-n", "1"]
+    done = subprocess.run(line, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "error: torch: torch cannot be loaded: libcudart.so.12" in done.stderr
+    ours = unexpected(ImportError("cannot import name 'x' from 'ir.core'", name="ir.core"), [])
+    assert "made a mistake" in ours.message
 
 
 def test_what_a_rank_that_failed_has_left_is_shown_beside_the_error(

@@ -27,10 +27,16 @@ def _no_package(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
+def _broken(name: str) -> None:
+    raise ImportError(f"libtorch.so: undefined symbol of {name}")
+
+
 @pytest.mark.parametrize(
     ("ask", "where", "value", "says"),
     [
         (machine.versions, "piper_sim.app.doctor.machine.version", _no_package, "is not installed"),
+        (machine.versions, "piper_sim.app.doctor.machine.version", lambda name: "0.9", "torch 0.9 is too old"),
+        (machine.versions, "piper_sim.app.doctor.machine.import_module", _broken, "cannot be loaded: libtorch.so"),
         (machine.files, "shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20), "1 MiB free"),
         (machine.clock, "piper_sim.app.doctor.machine.LATE_S", -1.0, "overloaded"),
     ],
@@ -115,3 +121,15 @@ def test_the_first_red_check_ends_the_list(monkeypatch: pytest.MonkeyPatch, caps
     assert not found["passed"] and [c["colour"] for c in found["checks"]] == ["green", "red"]
     assert found["checks"][1]["error"]["suggestion"]
     assert main(["doctor"]) == 4 and "not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_variable_of_the_launcher_that_is_no_number_is_named(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.setenv(name, "x")
+    code, found = main(["doctor", "--json"]), json.loads(capsys.readouterr().out)
+    error = found.get("error") or found["checks"][0]["error"]
+    assert code in (2, 4) and (error["key"], error["message"]) == (name, "'x' is no number")
