@@ -63,10 +63,10 @@ def chosen(path: str, sets: Sequence[str], world: int, here: int) -> list[str]:
     size, divisors = own.own.schedule.microbatch_size, [n for n in range(1, world + 1) if world % n == 0]
     dp = max(n for n in divisors if own.sequences % (n * size) == 0)
     base = {"parallel": {"tp": 1, "cp": 1, "ep": 1, "pp": world // dp, "dp": dp, "layers": "balanced"}}
-    base["parallel"]["dp_replicate"] = gcd(dp, job.parallel.dp_replicate)
+    base["parallel"] |= {k: gcd(dp, getattr(job.parallel, k)) for k in ("dp_replicate", "etp")}
     base |= {"schedule": {"name": "1f1b", "stages_per_rank": 1, "global_batch": own.sequences}}
     each = gcd(world, here)  # machines may differ
-    base |= {"cluster": {"nodes": world // each, "gpus_per_node": each}}
+    base |= {"cluster": {"nodes": world // each, "gpus_per_node": each, "speed": {}}}  # ranks are others
     new = [f"{section}.{k}={json.dumps(v)}" for section, keys in base.items() for k, v in keys.items()]
     new = [*(s for s in sets if s.partition("=")[0].strip() != "schedule.microbatches"), *new]  # global_batch says it
     tried = [f"search.pin={json.dumps(PINNED)}"]

@@ -136,7 +136,9 @@ def _zero(trace: Trace) -> float:
 
 
 def _ns(times: FloatArray, zero: float) -> IntArray:
-    return np.rint((times - zero) * 1e9).astype(np.int64)
+    found = np.rint((times - zero) * 1e9)
+    fits = bool((np.abs(found) < 2.0**63).all())  # a schedule's times are in units of anything
+    return found.astype(np.int64) if fits else np.array([int(x) for x in found.tolist()], dtype=object)
 
 
 def _us(ns: int) -> str:

@@ -47,6 +47,19 @@ def test_pipelines_of_any_length_are_tried(tmp_path: Path) -> None:
     assert tp * pp * cp in (6, 12) and pp % 3 == 0
 
 
+def test_what_was_said_of_ranks_that_are_gone_stops_nobody(tmp_path: Path) -> None:
+    """A slow rank, and experts that two ranks divide."""
+    sets = (
+        "model.config=tiny-moe",
+        "parallel.dp=4",
+        "parallel.etp=2",
+        "cluster.speed={3=0.5}",
+        "schedule.microbatches=3",
+    )
+    job = load_job(job_file(tmp_path), chosen(str(job_file(tmp_path)), sets, 3, 3))
+    assert prepare(job).ranks == 3 and job.parallel.etp == 1 and not job.cluster.speed
+
+
 def _sizes(job: Path, sets: Sequence[str]) -> list[int]:
     parallel = load_job(job, sets).parallel
     return [parallel.tp, parallel.pp, parallel.cp]

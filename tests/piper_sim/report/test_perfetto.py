@@ -103,3 +103,10 @@ def test_names_are_given_as_they_are() -> None:
     [e] = [e for e in events(perfetto_gz(Trace.of({}, [(0, 0, 's"', op, 0, 0, 1)]))) if e["ph"] == "X"]
     assert e["name"] == op
     assert events(perfetto_gz(Trace.of({}, []))) == []
+
+
+def test_times_past_what_nanoseconds_fit_in_64_bits_are_told_all_the_same() -> None:
+    """`schedule --times F=1e12` is allowed: units of anything."""
+    rows = [(0, 0, "compute", f"0F{mb}", 1e12 * mb, 1e12 * mb, 1e12 * (mb + 1)) for mb in range(2)]
+    found = [e for e in events(perfetto_gz(Trace.of({}, rows))) if e["ph"] == "X"]
+    assert [(e["ts"], e["dur"]) for e in found] == [(0, 1e18), (1e18, 1e18)]
