@@ -52,8 +52,8 @@ class OptimizerPrecision:
 
     @property
     def master(self) -> bool:
-        """Whether a master copy exists: not where the weights already have the optimizer's dtype."""
-        return self.params is not self.optimizer
+        """Whether a master copy exists: not where the weights have the optimizer's dtype, or a wider one."""
+        return self.params is not self.optimizer and self.params.bytes <= self.optimizer.bytes
 
     @property
     def optimizer_bytes(self) -> int:

@@ -187,6 +187,8 @@ def _refuse_formats(prepared: PreparedJob) -> None:
         if (found := getattr(p, key)) not in COMPUTE:
             said = "computing" if key == "compute" else key
             raise _not_yet(f"{said} in {found}", f"precision.{key}", ", ".join(COMPUTE))
+    if prepared.job.optimizer.name != "sgd" and p.optimizer.bytes < p.params.bytes:  # which has no moments
+        raise _not_yet(f"moments in {p.optimizer} of weights in {p.params}", "precision.optimizer", str(p.params))
     read = {b.replica.zero for b in buckets(prepared.plan().graph)} - {0} == {3}  # gathered for who reads them alone
     allowed = {p.params, *(COMPUTE if read and gathered_format(prepared) is p.gather else ())}
     if given.gather not in (None, *allowed):

@@ -227,6 +227,8 @@ def precision_of(job: Job) -> ModelPrecision:
     base = ModelPrecision.of(DType(given.compute), _residual(given))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
     made = replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
+    if given.optimizer is None and made.params.bytes > made.optimizer.bytes:
+        made = replace(made, optimizer=made.params)
     if given.gather is not None or made.params is made.gather:
         return made
     return replace(made, gather=made.params) if job.run.compile else replace(made, updated=made.params)

@@ -279,9 +279,9 @@ class JobRun:
 @dataclass(frozen=True)
 class JobPrecision:
     """Number formats by name. Left out, params, gather, dispatch and combine follow `compute` (bf16 where that is fp8);
-    grads, optimizer and reduce are fp32 (fp64 where that is). Gradients travel in reduce, whatever grads says. Of ZeRO
-    1 and 2, whose ranks keep weights whole, and of compiled code gather follows params. residual: of the stream that
-    parts add to, and stages send; left out, that of norms and attention.
+    grads, optimizer and reduce are fp32 (fp64 where that is; optimizer also where params is). Gradients travel in
+    reduce, whatever grads says. Of ZeRO 1 and 2, whose ranks keep weights whole, and of compiled code gather follows
+    params. residual: of the stream that parts add to, and stages send; left out, that of norms and attention.
     """
 
     compute: NumberFormat = "bf16"

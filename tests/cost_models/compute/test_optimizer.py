@@ -29,6 +29,8 @@ BF16, FP32, FP64 = DType.BF16, DType.FP32, DType.FP64
         (OptimizerPrecision(optimizer=BF16), (2, 4, 4)),  # all-bf16: moments only
         (OptimizerPrecision(name="sgd"), (2, 4, 4)),  # only a master copy
         (OptimizerPrecision(name="sgd", params=FP32), (4, 4, 0)),
+        (OptimizerPrecision(params=FP32, optimizer=BF16), (4, 4, 4)),  # weights are their own masters, as Megatron's
+        (OptimizerPrecision(name="sgd", params=FP64, grads=FP64), (8, 8, 0)),
     ],
 )
 def test_bytes_per_parameter(recipe: OptimizerPrecision, each: tuple[int, int, int]) -> None:

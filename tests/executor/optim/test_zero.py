@@ -170,6 +170,26 @@ def test_weights_that_ranks_keep_whole_come_back_as_they_are_kept(zero: int) -> 
     assert all(traffic == _expected(ran.plan, rank) for rank, traffic in enumerate(found))
 
 
+FORMATS = ["bf16 bf16", "bf16 fp32", "fp32 fp32", "fp32 fp64", "bf16 bf16 bf16", "fp32 fp32 bf16", "bf16 bf16 fp32"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("formats", FORMATS)
+def test_states_are_as_many_bytes_as_are_predicted_or_refused(name: str, formats: str, tmp_path: Path) -> None:
+    """Moments narrower than weights are kept by no run; they were predicted, beside a copy of the weights."""
+    keys = zip(("compute", "params", "optimizer"), formats.split(), strict=False)
+    sets = [*(f"precision.{k}={v}" for k, v in keys), f"optimizer.name={name}", "parallel.zero=0"]
+    if (name, formats) == ("adamw", "fp32 fp32 bf16"):
+        with pytest.raises(PiperError) as refused:
+            run(*sets, backend="local")
+        assert (refused.value.key, refused.value.allowed) == ("precision.optimizer", "fp32")
+        return
+    held = run(*sets, memory=True, backend="local").object["memory"]["persistent_bytes"]
+    prepared, plan = judged(tmp_path, *sets)
+    promised = state(plan, CostModel(prepared, hardware_of(prepared.job)).recipe)
+    assert [x["optimizer"] for x in held.values()] == [s.optimizer for s in promised]
+
+
 @pytest.mark.parametrize(("sets", "allowed"), [(("parallel.zero=1",), "fp32"), (("precision.gather=fp16",), "bf16")])
 def test_a_format_that_weights_do_not_travel_in_is_refused(sets: tuple[str, ...], allowed: str) -> None:
     with pytest.raises(PiperError) as refused:
