@@ -60,7 +60,7 @@ def simulate_object(p: PlannedJob, costs: OpCosts, times: StepBreakdown, steps: 
         "software": job.costs.software or GENERIC,
         "cost_source": p.sources.word,
         "cost_shares": p.sources.shares,
-        "warnings": [*warnings(p.prepared), *elsewhere(p), *as_measured(p)],
+        "warnings": [*warnings(p.prepared), *elsewhere(p), *as_measured(p), *unfilled(p)],
         "plan_digest": plan_digest(p.plan),
         "cost_digest": costs.digest,
         "job_digest": job_digest(job, None if p.slow is None else p.slow.asked),
@@ -124,6 +124,17 @@ def as_measured(p: PlannedJob) -> list[str]:
         whose = "costs.profile's all-to-alls send every copy of a token, the job's dispatcher one per node"
         out.append(f'{whose}: scaled as the model has the two; set costs.dispatcher = "nccl" if yours sends all')
     return out
+
+
+def unfilled(p: PlannedJob) -> list[str]:
+    """That uplinks with less than their leaves' NICs could send are never full: who has leaves, and shares links?"""
+    hw, shared = p.hardware, p.prepared.job.costs.interference == "maxmin"
+    if hw.oversubscription == 1 or (p.prepared.job.cluster.nodes or 1) == 1:
+        return []
+    lacking = {"cluster.leaf_nodes": hw.leaf_nodes is None, "costs.interference": not shared}
+    what = " and ".join(key for key, lacks in lacking.items() if lacks)
+    fix = 'nodes under one leaf; interference = "maxmin"'
+    return [f"cluster.oversubscription changes nothing without {what} ({fix})"] if what else []
 
 
 LESS_MEASURED = 0.1  # of the seconds of all ops and messages: what two steps may differ in by the profile alone

@@ -138,6 +138,27 @@ def test_what_a_job_leaves_out_does_not_change_its_digest() -> None:
     assert digests == {alone}
 
 
+@pytest.mark.parametrize(
+    ("more", "lacking"),
+    [
+        ([], "cluster.leaf_nodes and costs.interference"),
+        (["cluster.leaf_nodes=1"], "costs.interference"),
+        (["costs.interference=maxmin"], "cluster.leaf_nodes"),
+        (["costs.interference=maxmin", "cluster.leaf_nodes=1"], ""),
+    ],
+)
+def test_uplinks_that_nothing_can_fill_are_told(more: list[str], lacking: str) -> None:
+    """A leaf's NICs over its uplinks: who says no leaves, or shares no links, changes nothing by it."""
+    sets = ["model.seq_len=4096", "cluster.nodes=4", "cluster.gpus_per_node=1", *more]
+    plain, thin = (
+        piper_sim.predict(piper_sim.load_job(TABLE, set=[*sets, f"cluster.oversubscription={x}"])).to_dict()
+        for x in (1, 64)
+    )
+    assert (thin["iteration_s"] > plain["iteration_s"]) == (not lacking) and not plain["warnings"]
+    said = [f"cluster.oversubscription changes nothing without {lacking}"] if lacking else []
+    assert [w.partition(" (")[0] for w in thin["warnings"]] == said
+
+
 def test_what_is_rarely_meant_is_said(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     few = piper_sim.load_job(TABLE, set=["schedule.name=1f1b", "schedule.microbatches=1"])
     assert piper_sim.predict(few).to_dict()["warnings"] == [

@@ -69,6 +69,11 @@ def cluster_links(
         found.takes("oversubscription", "no --oversubscription: uplinks carry all that NICs send")
     else:
         found.sets("oversubscription", oversubscription, "--oversubscription")
+    if found.keys.get("oversubscription", 1) > 1:
+        note = (
+            'nodes under one leaf: give it in [cluster], interference = "maxmin" in [costs], or no uplink is ever full'
+        )
+        found.unknown.append({"what": "leaf_nodes", "value": None, "note": note})
     return found
 
 
@@ -101,6 +106,8 @@ def _gpus(found: LinkFindings, matrix: Mapping[str, Mapping[str, str]]) -> None:
     pairs = Counter(matrix[a][b] for a in gpus for b in gpus if a != b)
     bonds = sorted({int(w[2:]) for w in pairs if w.startswith("NV")})
     each = _LINK_GBPS.get(found.base.name, 25.0)
+    if pairs and sum(n for w, n in pairs.items() if w.startswith("NV")) < pairs.total():
+        found.sets("nvlink_sharp_efficiency", 0.0, "no switch that could reduce")
     if not bonds and pairs:
         found.sets("nvlink_GBps", found.base.pcie_GBps, f"nvidia-smi topo: no NVLink, so PCIe ({_said(pairs)})")
         found.takes("nvlink_efficiency", "of NVLink: PCIe between GPUs was not measured")

@@ -69,6 +69,22 @@ def test_a_switch_gives_every_pair_all_links(cli: Any, tmp_path: Path, links: st
     assert found["hardware"]["nvlink_GBps"] == wanted and "nvlink_pair_GBps" not in found["hardware"]
 
 
+@pytest.mark.parametrize("links", ["PIX", "SYS", "NV4 and others"])
+def test_without_a_switch_nothing_reduces_on_the_way(cli: Any, tmp_path: Path, links: str) -> None:
+    """NVLink SHARP is NVSwitch's; the preset of an H100 has one."""
+    text = topo(links.partition(" ")[0])
+    (tmp_path / "topo").write_text(text.replace("NV4", "SYS", 1))
+    found = cli("cluster", "--gpu", "h100-sxm", "--nodes", "1", "--topo", str(tmp_path / "topo")).json
+    assert found["hardware"]["nvlink_sharp_efficiency"] == 0.0
+
+
+def test_uplinks_that_nothing_can_fill_are_told(cli: Any, tmp_path: Path) -> None:
+    """What is oversubscribed are leaves: how many nodes are under one has to be said."""
+    flags = ["cluster", "--gpu", "h100-sxm", "--nodes", "4", "--oversubscription"]
+    assert [e["what"] for e in cli(*flags, "2").json["unknown"]] == ["leaf_nodes"]
+    assert not cli(*flags, "1").json["unknown"]
+
+
 def test_what_is_not_understood_is_said_or_refused(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "mixed").write_text(topo("NV4").replace("NV4", "SYS", 1))
     found = cli("cluster", "--gpu", "a100-sxm-80gb", "--nodes", "1", "--topo", str(tmp_path / "mixed")).json
