@@ -13,6 +13,7 @@ from math import gcd
 from executor.launch.torchrun import RankParser, TorchrunRank, end, flags, report
 from executor.launch.torchrun import main as rank_main
 from ir.core.errors import PiperError, job_error
+from ir.job import Job
 from ir.job.build import resolve
 from piper_sim.app.captured import load_job
 from piper_sim.pricing.prepare import hardware_of
@@ -61,20 +62,37 @@ def chosen(path: str, sets: Sequence[str], world: int, here: int) -> list[str]:
         return list(sets)
     own = JobSpace.of(job, hardware_of(job))
     size, divisors = own.own.schedule.microbatch_size, [n for n in range(1, world + 1) if world % n == 0]
-    dp = max(n for n in divisors if own.sequences % (n * size) == 0)
-    base = {"parallel": {"tp": 1, "cp": 1, "ep": 1, "pp": world // dp, "dp": dp, "layers": "balanced"}}
+    tp = _blocks(job, world)
+    dp = max(n for n in divisors if own.sequences % (n * size) == 0 and world // (tp or 1) % n == 0)
+    base = {
+        "parallel": {"tp": tp or 1, "cp": 1, "ep": 1, "pp": world // dp // (tp or 1), "dp": dp, "layers": "balanced"}
+    }
     base["parallel"] |= {k: gcd(dp, getattr(job.parallel, k)) for k in ("dp_replicate", "etp")}
     base |= {"schedule": {"name": "1f1b", "stages_per_rank": 1, "global_batch": own.sequences}}
     each = gcd(world, here)  # machines may differ
     base |= {"cluster": {"nodes": world // each, "gpus_per_node": each, "speed": {}}}  # ranks are others
     new = [f"{section}.{k}={json.dumps(v)}" for section, keys in base.items() for k, v in keys.items()]
     new = [*(s for s in sets if s.partition("=")[0].strip() != "schedule.microbatches"), *new]  # global_batch says it
-    tried = [f"search.pin={json.dumps(PINNED)}"]
+    tried = [f"search.pin={json.dumps([*PINNED, *(['tp'] if tp else [])])}"]
     tried += [] if "pp" in job.search.overrides else [f"search.pp={json.dumps(divisors)}"]
     found = search(load_job(path, [*new, *tried]), BUDGET_S)
     if found.best is None:
         raise job_error("WORLD_SIZE", f"no plan for {world} processes", "--nnodes with as many nodes as the job has")
     return [*new, *(f"{k}={json.dumps(v)}" for k, v in found.best["changes"].items())]
+
+
+def _blocks(job: Job, world: int) -> int | None:
+    """The tp that stays, as Muon's updates are of its blocks; None: they are not.
+
+    Raises PiperError (job): so many processes cannot have it.
+    """
+    o, p = job.optimizer, job.parallel
+    if o.name != "muon" or o.tp_mode != "blockwise":
+        return None
+    if world % (p.tp * p.etp):
+        message = f"Muon's updates are of blocks of tp = {p.tp}, etp = {p.etp}, which {world} processes cannot have"
+        raise job_error("WORLD_SIZE", message, 'optimizer.tp_mode = "duplicated", whose updates are the same under any')
+    return p.tp
 
 
 if __name__ == "__main__":

@@ -60,6 +60,18 @@ def test_what_was_said_of_ranks_that_are_gone_stops_nobody(tmp_path: Path) -> No
     assert prepare(job).ranks == 3 and job.parallel.etp == 1 and not job.cluster.speed
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_muons_blocks_stay_where_updates_are_of_them(tmp_path: Path, tp: int) -> None:
+    """Another tp is another training there; not where whole matrices are orthogonalised."""
+    path = job_file(tmp_path)
+    muon = ("optimizer.name=muon", "parallel.dp=4", f"parallel.tp={tp}", "schedule.microbatches=2")
+    for world in (2, 4, 6):
+        assert _sizes(path, chosen(str(path), muon, world, world))[0] == tp
+    with pytest.raises(PiperError, match="Muon's updates are of blocks of tp = 2"):
+        chosen(str(path), (*muon, "parallel.tp=2"), 3, 3)
+    assert chosen(str(path), (*muon, "parallel.tp=2", "optimizer.tp_mode=duplicated"), 3, 3)
+
+
 def _sizes(job: Path, sets: Sequence[str]) -> list[int]:
     parallel = load_job(job, sets).parallel
     return [parallel.tp, parallel.pp, parallel.cp]
