@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd
 
 from executor.launch.torchrun import RankParser, TorchrunRank, end, flags, report
@@ -73,9 +74,10 @@ def chosen(path: str, sets: Sequence[str], world: int, here: int) -> list[str]:
     base |= {"cluster": {"nodes": world // each, "gpus_per_node": each, "speed": {}}}  # ranks are others
     new = [f"{section}.{k}={json.dumps(v)}" for section, keys in base.items() for k, v in keys.items()]
     new = [*(s for s in sets if s.partition("=")[0].strip() != "schedule.microbatches"), *new]  # global_batch says it
-    tried = [f"search.pin={json.dumps([*PINNED, *(['tp'] if tp else [])])}"]
-    tried += [] if "pp" in job.search.overrides else [f"search.pp={json.dumps(divisors)}"]
-    found = search(load_job(path, [*new, *tried]), BUDGET_S)
+    pins = (*PINNED, *(["tp"] if tp else []))
+    lists = {"pp": divisors} | {k: v for k, v in job.search.overrides.items() if k not in pins}
+    wanted = replace(job.search, pin=pins, overrides=lists)
+    found = search(replace(load_job(path, new), search=wanted), BUDGET_S)
     if found.best is None:
         raise job_error("WORLD_SIZE", f"no plan for {world} processes", "--nnodes with as many nodes as the job has")
     return [*new, *(f"{k}={json.dumps(v)}" for k, v in found.best["changes"].items())]

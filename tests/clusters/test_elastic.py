@@ -47,6 +47,13 @@ def test_pipelines_of_any_length_are_tried(tmp_path: Path) -> None:
     assert tp * pp * cp in (6, 12) and pp % 3 == 0
 
 
+def test_what_a_search_is_to_try_is_no_matter_where_it_stays_as_it_was(tmp_path: Path) -> None:
+    """`[search] recompute = [...]`, and what such a training is made of, is not searched here."""
+    sets = ("parallel.pp=2", 'search.recompute=["none", "full"]', "search.tp=[1]", 'search.pin=["zero"]')
+    job = load_job(job_file(tmp_path), chosen(str(job_file(tmp_path)), sets, 4, 4))
+    assert prepare(job).ranks == 4 and (job.schedule.recompute, job.parallel.tp) == ("none", 1)
+
+
 def test_what_was_said_of_ranks_that_are_gone_stops_nobody(tmp_path: Path) -> None:
     """A slow rank, and experts that two ranks divide."""
     sets = (
