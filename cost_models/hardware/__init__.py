@@ -17,9 +17,8 @@ from ir.core.files import FileErrors, cut, named_path, read_json, typed
 
 __all__ = ["DeviceHardware", "load_hardware", "presets"]
 
-FORM = FileErrors(
-    "a hardware file", ErrorKind.HARDWARE, "cluster.gpu", 10**6, "a preset's name, or a path to a .json file"
-)
+_FIX = "a preset's name, or a path to a .json file"
+FORM = FileErrors("a hardware file", ErrorKind.HARDWARE, "cluster.gpu", 10**6, _FIX, smallest=1e-30)  # as a job's
 _HERE = Path(__file__).parent
 Raw = dict[str, Any]
 

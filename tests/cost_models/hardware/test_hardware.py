@@ -139,7 +139,7 @@ def test_a_key_left_out_is_refused(tmp_path: Path) -> None:
     assert "missing" in refused(tmp_path / "bare.json").message
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"nic_Gbps": NaN}', ""])
+@pytest.mark.parametrize("text", ["[1]", "{", '{"nic_Gbps": NaN}', "", '{"base": "h100-sxm", "nic_Gbps": 1e-300}'])
 def test_broken_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.json").write_text(text)
     assert refused(tmp_path / "broken.json").file == str(tmp_path / "broken.json")
