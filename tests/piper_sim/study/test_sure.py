@@ -30,14 +30,14 @@ def test_four_fifths_of_held_out_rows_lie_in_their_interval(of):
     assert held(asked, found, of, 0.3) < 0.6
 
 
-@pytest.mark.parametrize("of, least, lost", [("time", 0.73, 0.0), ("memory", 0.71, 0.03)])
+@pytest.mark.parametrize("of, least, lost", [("time", 0.73, 0.0), ("memory", 0.71, 0.015)])
 def test_so_do_those_of_a_table_that_nobody_has_seen(of, least, lost):
     rows = published(of)
     found = [sure.weighted(r.traits, [o for o in rows if o.table != r.table], of) for r in rows]
     # Nanotron's peaks are five times as far off as those of all five other tables, and nothing says so before.
     share = held(rows, found, of)
     assert least < share < 0.87
-    # Negative control: without the job itself they hold fewer (two of 561 times); memory's are too narrow.
+    # Negative control: without the job itself they hold fewer (two of 561 times, five of 246 peaks); memory's are too narrow.
     bare = [[(x, w / (1 - 2 * f[0][1])) for x, w in f[1:-1]] for f in found]
     assert held(rows, bare, of) < share - lost
 
