@@ -212,7 +212,9 @@ class RankServer:
             spec = json.loads(Path(folder, "spec").read_text(encoding="utf-8"))
             with suppress(Exception):  # the ranks run into it too, and can say so
                 for number in range(spec["given"]):
-                    read_given(Path(folder, given_name(number)))
+                    job = read_given(Path(folder, given_name(number)))[0].job
+                    if job.model.module and job.model.tags:
+                        import torch.export._trace  # noqa: F401  else imported by every rank (2 s of a core)
             if any(len(ranks) > 1 for ranks in spec["processes"].values()):
                 resolve_operators()  # which threads will ask for
             for key, ranks in spec["processes"].items():
