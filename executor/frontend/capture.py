@@ -28,6 +28,7 @@ from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
 from executor.modules.user.reference import load_callable
+from executor.modules.user.shared_exports import RankExports, exports_shared
 from executor.parallel.inline import MessageAxis, RankAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType, Kernel, KernelKind, Message
@@ -72,7 +73,7 @@ def capture(
     kernels as a compiler fuses them; else one by one. axes: over which ranks it is divided.
     """
     (size, length), divided = batch, captured_shard(**axes)
-    with without_values() as call:
+    with without_values() as call, exports_shared(RankExports()):
         if isinstance(reference, str):
             name = reference
             build: Callable[[], object] = partial(_built_without_values, call, load_callable(reference))

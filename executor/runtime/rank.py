@@ -20,6 +20,7 @@ from executor.device.progress import RankProgress
 from executor.device.race import RaceDevice
 from executor.modules.base import TORCH
 from executor.modules.choose import gathered_format
+from executor.modules.user.shared_exports import RankExports, exports_shared
 from executor.parallel.collective import groups
 from executor.parallel.inline import Meeting, RankRegion, inline_groups
 from executor.parallel.router_guide import planned_routes
@@ -75,7 +76,8 @@ class RankRun:
         connect_s = clock.now() - began_s
         region = RankRegion.of(plan, ctx.rank, transport, ctx.progress)
         build = partial(RankModel.of, note=s.note, compiling=ctx.progress.begin)
-        local = build(prepared, plan, ctx.rank, device, region) if o.real else None
+        with exports_shared(ctx.hub.exports):
+            local = build(prepared, plan, ctx.rank, device, region) if o.real else None
         kernels = local.kernels() if local is not None else blank(prepared, plan, program, s)
         empty, by_node = crossing(prepared, device, region), o.parts is not None and o.real and not device.ahead
         run = PlanInterpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm, by_node=by_node)
@@ -87,6 +89,7 @@ class RankRun:
         device.mark().wait()
         ctx.progress.wait(text="begin")  # the others may still be compiling
         transport.barrier()
+        ctx.hub.exports = RankExports()  # all have built: what they took from each other is let go
         return cls(s, prepared, program, device, transport, local, run, keeper, ctx.progress, connect_s)
 
     def evaluate(self, batches: Mapping[int, PendingMicrobatch]) -> dict[int, float]:

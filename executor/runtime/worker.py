@@ -18,6 +18,7 @@ import torch
 from executor.device.device import Device
 from executor.device.progress import RankProgress, RankState
 from executor.device.race import RaceDevice
+from executor.modules.user.shared_exports import RankExports
 from executor.runtime.flight import arm, listen, operations, operations_file
 from executor.runtime.given import given_name, read_given
 from executor.runtime.target import NO_ROOM, find, temporary, write_whole
@@ -38,6 +39,7 @@ class LocalRanks:
     made: LocalTransportHub | None = None
     race: RaceDevice | None = None
     failed: int | None = None
+    exports: RankExports = field(default_factory=RankExports)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, topology: TransportTopology, device: Device) -> LocalTransportHub:

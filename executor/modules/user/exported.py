@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import config
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
@@ -28,8 +29,9 @@ from executor.modules.user.divided.tokens import attend_to_all, share_tokens, to
 from executor.modules.user.divided.words import keep_words
 from executor.modules.user.rewrites.attention import flag_causal, widen_values
 from executor.modules.user.rewrites.dropout import ValuesOfRank, reseed
-from executor.modules.user.rewrites.own_functions import call_functions, functions_kept
+from executor.modules.user.rewrites.own_functions import call_functions, functions_kept, is_own
 from executor.modules.user.rewrites.seams import pack_seams
+from executor.modules.user.shared_exports import shared_exports
 from executor.modules.user.watched import (
     Assigned,
     count_on,
@@ -47,7 +49,7 @@ EXPERTS = "EP"
 NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 NONE_CUT: Mapping[int, int] = {}
 ALONE = RankRegion()
-ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_guards_fn")
+ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
 BRANCHES = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
@@ -88,7 +90,7 @@ def export_cut(
     _check_tags(module, tags)
     before = copy_of(module) if region.divides > 1 else module  # what the call for all tokens notes is not in it
     with _blaming("as tp divides it", "model.tp_plan", TOGETHER, whole is not None):
-        root, graph, loss = _of_all(module, size, length)
+        root, graph, loss = _of_all(module, size, length, region.tp.index)
     vocabulary = [*graph.nodes][-1].all_input_nodes[0].meta["val"].shape[-1]
     some, few = _of_ranks(before, size, length, region, seed)
     parts = {} if whole is None else parts_of(root, whole, divided_modules(module))
@@ -117,9 +119,9 @@ def export_cut(
     return replace(found, partly=partly, idle=idle, loss=loss, some_words=words is not None, vocabulary=vocabulary)
 
 
-def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, fx.Graph, str]:
+def _of_all(module: nn.Module, size: int, length: int, index: int) -> tuple[fx.GraphModule, fx.Graph, str]:
     """Forward as a graph, which repeats exactly; and the number that it returns beside the logits, if it does."""
-    root, assigned = _watched(module, size, length)
+    root, assigned = _once(module, size, length, index)
     if assigned:
         count_on(assigned)
         again, assigned = _again(module, size, length) or (root, [])
@@ -135,18 +137,19 @@ def _of_ranks(
     """Its graphs for a cp rank's tokens, and for those that it has beside regions of tp; None where it has them all."""
     some, few, inside = None, None, length // region.cp.size
     if region.cp.size > 1:
-        some = _of_fewer(module, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1")
+        fewer = size, tokens_of_a_rank(length, region), region.tp.index
+        some = _of_fewer(module, *fewer, "parallel.cp", "cp = 1")
         reseed(some, seed)
     if region.sequence:
-        few = _of_fewer(module, size, tokens_between(inside, region), KEY, FIX)
+        few = _of_fewer(module, size, tokens_between(inside, region), region.tp.index, KEY, FIX)
         reseed(few, seed)
     return some, few
 
 
-def _of_fewer(module: nn.Module, size: int, length: int, key: str, fix: str) -> fx.Graph:
+def _of_fewer(module: nn.Module, size: int, length: int, index: int, key: str, fix: str) -> fx.Graph:
     """Its graph for as many tokens as a rank has. Raises PiperError (model): forward does not take as few."""
     with _blaming(f"a rank would have sequences of {length} tokens", key, fix):
-        return _of_tokens(module, size, length)
+        return _of_tokens(module, size, length, index)
 
 
 @contextmanager
@@ -161,9 +164,9 @@ def _blaming(what: str, key: str, fix: str, really: bool = True) -> Iterator[Non
         raise PiperError(error.kind, message, key=key, allowed=error.allowed, suggestion=fix) from error
 
 
-def _of_tokens(module: nn.Module, size: int, length: int) -> fx.Graph:
+def _of_tokens(module: nn.Module, size: int, length: int, index: int = 0) -> fx.Graph:
     """Its graph for sequences of so many tokens."""
-    root, _ = _watched(copy_of(module), size, length)
+    root, _ = _once(copy_of(module), size, length, index)
     return _tidied(module, root, (size, length))[0]
 
 
@@ -216,6 +219,19 @@ def _patterns(paths: list[str]) -> list[str]:
     return list(dict.fromkeys(f"{p.rpartition('.')[0]}.*" for p in paths if p.rpartition(".")[2].isdigit()))
 
 
+def _once(module: nn.Module, size: int, length: int, index: int) -> tuple[fx.GraphModule, list[Assigned]]:
+    """As `_watched`. What calls no Python of the user's and assigns nothing, another rank's export gives as well, the
+    `index`-th among those that tp divides it over.
+    """
+    known, of = shared_exports(), (size, length, index)
+    if known is not None and (taken := known.take(module, of)) is not None:
+        return taken, []
+    root, assigned = _watched(module, size, length)
+    if known is not None and not assigned and not any(map(is_own, root.graph.nodes)):
+        known.put(module, of, root)
+    return root, assigned
+
+
 def _watched(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]]:
     """The whole forward as one graph, with the user's functions in it; numbers that it assigned."""
     with functions_kept() as calls, forward_watched(module) as assigned:
@@ -236,11 +252,23 @@ def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     _check_inputs(module)
     ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
     try:
-        return torch.export.export(module, (ids,), options(module), strict=False).module()
+        with _without_stacks():
+            return torch.export.export(module, (ids,), options(module), strict=False).module(check_guards=False)
     except PiperError:
         raise
     except Exception as error:  # of torch.export, of dynamo, of the user's code: of any kind
         raise _not_exported(module, error) from error
+
+
+@contextmanager
+def _without_stacks() -> Iterator[None]:
+    """Nobody asks a node which lines of Python made it, and to look them up is a quarter of an export."""
+    before = getattr(config, "do_not_emit_stack_traces", False)
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def options(module: nn.Module) -> dict[str, Any]:

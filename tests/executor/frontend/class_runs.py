@@ -17,6 +17,7 @@ from torch import nn
 from executor.device.progress import RankProgress, create
 from executor.frontend.capture import capture, text
 from executor.launch.run import gathered
+from executor.modules.user.shared_exports import RankExports
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank
@@ -43,9 +44,13 @@ PLANS = [
 ]
 
 
-@lru_cache
 def _graph(name: str, tp: int = 1, ep: int = 0, cp: int = 1, heads: bool = False, sequence: bool = False) -> str:
-    """Captured once. ep 0: with experts untagged."""
+    """Captured once, whatever of it is said. ep 0: with experts untagged."""
+    return _captured(name, tp, ep, cp, heads, sequence)
+
+
+@lru_cache
+def _captured(name: str, tp: int, ep: int, cp: int, heads: bool, sequence: bool) -> str:
     folder = Path(tempfile.mkdtemp(prefix="piper-graph-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     reference = f"{hub_classes.__file__}:{name}"
@@ -78,13 +83,20 @@ def prepared_class(name: str, *sets: str) -> PreparedJob:
     return prepare(load_job(table, sets))
 
 
+@lru_cache(maxsize=8)
+def _exports(file: str, name: str, *sets: str) -> RankExports:
+    """What runs of one class have exported, under every plan. file: the class's own; sets: what makes it another."""
+    return RankExports()
+
+
 def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
     """The run's object, gradients of its last step and parameters behind it."""
     prepared = prepared_class(name, *sets)
     plan = prepared.plan()
     check_plan(plan)
     with tempfile.TemporaryDirectory() as folder:
-        at, hub = Path(folder), LocalRanks()
+        made = (s for s in sets if s.startswith(("model.", "precision.", "schedule.microbatch_size", "parallel.ep")))
+        at, hub = Path(folder), LocalRanks(exports=_exports(hub_classes.__file__, name, *made))
         (at / given_name(0)).write_text(given_text(prepared, plan))
         create(at / "progress", prepared.ranks)
         spec = PlanRun(JobRunOptions(prepared.ranks, steps=STEPS, backend="local", dump=at)).told()

@@ -1,0 +1,88 @@
+"""Ranks that are threads of one process have one forward exported once: the others take its graph, and give it their
+own tensors.
+
+torch.export takes as long as many steps of a small model do, and only one thread at a time may be in it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from operator import attrgetter
+from threading import local
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+Of = tuple[object, ...]
+_here = local()
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """A graph as it was exported. held: the tensors of the module that it was exported from, by name."""
+
+    root: fx.GraphModule
+    held: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RankExports:
+    """What the ranks of one launch have exported: all are given one job, so each build() makes what the others make."""
+
+    found: dict[Of, _Exported] = field(default_factory=dict)
+
+    def put(self, module: nn.Module, of: Of, root: fx.GraphModule) -> None:
+        """Keep a copy of a graph before anything is rewritten in it. What cannot be copied is not kept."""
+        held = _tensors(module)
+        mine = {id(t): t for t in held.values()}
+        if all(id(p) in mine for p in root.parameters()):
+            with suppress(Exception):
+                self.found[*_form(module), *of] = _Exported(_copied(root, mine), held)
+
+    def take(self, module: nn.Module, of: Of) -> fx.GraphModule | None:
+        """The graph of a module that another rank has exported, with the tensors of this one; None if none has."""
+        if (known := self.found.get((*_form(module), *of))) is None:
+            return None
+        own = _tensors(module)
+        return _copied(known.root, {id(t): own[n] for n, t in known.held.items()})
+
+
+@contextmanager
+def exports_shared(forwards: RankExports) -> Iterator[None]:
+    """Inside, this thread exports what is not among these, and puts it there."""
+    before, _here.forwards = getattr(_here, "forwards", None), forwards
+    try:
+        yield
+    finally:
+        _here.forwards = before
+
+
+def shared_exports() -> RankExports | None:
+    """Those of this thread, inside of `exports_shared`."""
+    return getattr(_here, "forwards", None)
+
+
+def _copied(root: fx.GraphModule, tensors: dict[int, Tensor]) -> fx.GraphModule:
+    """A graph, and what it names, with these in the place of tensors, by id."""
+    graph, named, known = fx.Graph(), dict[str, Any](), {**tensors}
+    graph.output(graph.graph_copy(root.graph, {}))
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            named[node.target] = deepcopy(attrgetter(node.target)(root), known)
+    return fx.GraphModule(named, graph)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    named = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
+
+
+def _form(module: nn.Module) -> Of:
+    """What of a module its graph is seen to depend on: its parts, and its tensors, of which some may be one."""
+    first: dict[int, str] = {}
+    tensors = (
+        (n, first.setdefault(id(t), n), type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+        for n, t in _tensors(module).items()
+    )
+    return repr(module), tuple(m.training for m in module.modules()), tuple(tensors)

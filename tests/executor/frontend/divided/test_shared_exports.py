@@ -1,0 +1,189 @@
+"""Ranks that are threads export a forward once, and nobody is given the graph of another module."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from executor.frontend.capture import capture
+from executor.modules.user import exported
+from executor.modules.user.exported import export_cut
+from executor.modules.user.shared_exports import RankExports, exports_shared
+from executor.parallel.inline import RankAxis, RankRegion
+from ir.core.work import DType
+from tests.executor.frontend import class_runs
+from tests.executor.frontend.class_runs import run_class
+from tests.executor.modules.hub import quiet
+
+TAGS = {"PP": "layers.*"}
+ALONE = 0, 2, 3  # the index among tp's ranks, sequences, tokens
+
+
+class Net(nn.Module):
+    """Two layers and a head, which may be the table of words; forward reads a number and a tensor that it has made."""
+
+    def __init__(self, width: int = 4, tied: bool = False, layer: type[nn.Module] = nn.ReLU, bias: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, width), nn.Linear(width, 8, bias=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=bias), layer()) for _ in range(2))
+        self.register_buffer("shift", torch.arange(width) * 0.5)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(ids) + self.shift + torch.tensor([0.25])
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The class of each module that torch exports from here on."""
+    found, plain = list[str](), exported._exported
+
+    def noted(module: nn.Module, *batch: int) -> Any:
+        found.append(type(module).__name__)
+        return plain(module, *batch)
+
+    monkeypatch.setattr(exported, "_exported", noted)
+    return found
+
+
+def logits(made: Mapping[str, nn.Module], ids: Tensor) -> Tensor:
+    x = ids
+    for chunk in made.values():
+        x = chunk(x)
+    return x
+
+
+def chunks(net: nn.Module, index: int = 0, size: int = 2, length: int = 3) -> Mapping[str, nn.Module]:
+    """As a rank has them, the index-th of two of tp where it is not 0."""
+    region = RankRegion(RankAxis(2, index)) if index else RankRegion()
+    return export_cut(net, TAGS, size, length, region).chunks
+
+
+def test_ranks_of_one_launch_export_once(exports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit what they make where each exports by itself."""
+    given = "gpt2", "parallel.pp=3", "schedule.name=zb1p", "schedule.microbatches=4"
+    class_runs.prepared_class(*given)
+    monkeypatch.setattr(class_runs, "_exports", lambda *_: RankExports())
+    counts, runs = [], []
+    for take in (RankExports.take, lambda *_: None):
+        exports.clear()
+        with monkeypatch.context() as patch, quiet():
+            patch.setattr(RankExports, "take", take)
+            runs.append(run_class(*given))
+        counts.append(len(exports))
+    assert counts == [1, 3] and runs[0][0]["losses"] == runs[1][0]["losses"]
+    for a, b in zip(runs[0][1:], runs[1][1:], strict=True):
+        assert a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_graph_is_given_tensors_of_the_rank_s_own(tied: bool, exports: list[str]) -> None:
+    first, second = Net(tied=tied), Net(tied=tied)
+    ids = torch.arange(6).view(2, 3) % 8
+    with exports_shared(RankExports()):
+        made = [chunks(net) for net in (first, second)]
+    assert len(exports) == 1
+    for net, found in zip((first, second), made, strict=True):
+        assert torch.equal(logits(found, ids), net(ids))
+        held = {id(p) for chunk in found.values() for p in chunk.parameters()}
+        assert held == {id(p) for p in net.parameters()}
+    second.shift.data.fill_(3.0)
+    assert torch.equal(logits(made[1], ids), second(ids)) and torch.equal(logits(made[0], ids), first(ids))
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "width": lambda: chunks(Net(5)),
+    "tied": lambda: chunks(Net(tied=True)),
+    "layer": lambda: chunks(Net(layer=nn.GELU)),
+    "bias": lambda: chunks(Net(bias=False)),
+    "format": lambda: chunks(Net().double()),
+    "frozen": lambda: chunks(Net().requires_grad_(False)),
+    "evaluated": lambda: chunks(Net().eval()),
+    "strides": lambda: chunks(_turned(Net())),
+    "a buffer": lambda: chunks(_more(Net())),
+    "tp": lambda: chunks(Net(), index=1),
+    "sequences": lambda: chunks(Net(), size=1),
+    "tokens": lambda: chunks(Net(), length=2),
+}
+
+
+def _turned(net: Any) -> nn.Module:
+    net.head.weight.data = net.head.weight.data.t().contiguous().t()
+    return net
+
+
+def _more(net: nn.Module) -> nn.Module:
+    net.register_buffer("more", torch.zeros(1))
+    return net
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_differs_is_exported_anew(what: str, exports: list[str]) -> None:
+    with exports_shared(RankExports()):
+        chunks(Net())
+        chunks(Net())
+        assert len(exports) == 1
+        OTHERS[what]()
+    assert len(exports) == 2
+
+
+def test_nothing_is_taken_outside_of_a_launch(exports: list[str]) -> None:
+    with exports_shared(RankExports()):
+        chunks(Net())
+    with exports_shared(RankExports()):
+        chunks(Net())
+    chunks(Net())
+    chunks(Net())
+    assert len(exports) == 4
+
+
+class Doubled(torch.autograd.Function):
+    """Code of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * dy
+
+
+class Own(Net):
+    """It calls a function of its own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return Doubled.apply(super().forward(ids))
+
+
+class Counts(Net):
+    """It notes a number."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls = ids.shape[1]
+        return F.relu(super().forward(ids))
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Own, 1), (Counts, 2)])
+def test_what_is_more_than_a_graph_is_each_rank_s_own(kind: type[nn.Module], times: int, exports: list[str]) -> None:
+    with exports_shared(RankExports()):
+        for _ in range(2):
+            chunks(kind())
+    assert len(exports) == 2 * times
+
+
+def test_a_capture_of_a_divided_module_exports_the_whole_once(exports: list[str]) -> None:
+    """Once with, once without what tp divides: its work as a whole counts FLOPs of the model."""
+    with quiet():
+        net = class_runs.hub_classes.llama()
+        capture(net, batch=(1, 8), dtype=DType.FP32, tags={"PP": "model.layers.*"}, tp=2)
+    assert len(exports) == 2
