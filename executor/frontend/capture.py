@@ -88,7 +88,7 @@ def capture(
             model = given(shard=divided)
             found = describe(model, name, length, size, dtype, axis, compiled)
             if axis is not None:
-                whole = survey(given(), size, length)
+                whole = survey(given(), size, length, backward=False)
         finally:
             torch.set_default_dtype(before)
     tp, cp, ep = region.tp.size, region.cp.size, divided.ep

@@ -71,12 +71,12 @@ class PartMeasure:
     weight_grad: PassMeasure
     shapes: Sizes
     outs: tuple[int, ...]
-    until_i: tuple[int, ...]
-    until_w: tuple[int, ...]
-    keeps: tuple[str, ...]
-    keeps_outs: tuple[str, ...]
-    stash: tuple[int, ...]
-    constants: int
+    until_i: tuple[int, ...] = ()
+    until_w: tuple[int, ...] = ()
+    keeps: tuple[str, ...] = ()
+    keeps_outs: tuple[str, ...] = ()
+    stash: tuple[int, ...] = ()
+    constants: int = 0
     ins: tuple[int, ...] = ()
 
 
@@ -88,10 +88,12 @@ def measure(
     messages: Take = _none,
     *,
     inward: bool = True,
+    backward: bool = True,
 ) -> PartMeasure:
     """Run F, I and W of one unit on inputs of these shapes, inside the fake mode that its weights were made in.
 
-    messages: asked for those noted since it was last asked. inward: whether inputs have gradients.
+    messages: asked for those noted since it was last asked. inward: whether inputs have gradients. backward: else F
+    alone is run, of whose kernels no compiler is asked.
     """
     with StorageKernels([*_constants(module), *(e for e in extras if isinstance(e, Tensor))]) as t:
         due = set[int]()  # what W hands out
@@ -103,6 +105,8 @@ def measure(
         first, out = t.take(), t.holds(outs)
         forward = PassMeasure(first.work, first.peak - t.now, messages())
         mine, sizes = t.of(outs), tuple((tuple(o.shape), o.dtype) for o in outs)
+        if not backward:
+            return PartMeasure(forward, none := PassMeasure((), 0), none, sizes, t.bytes(mine))
         acts.clear()
         outs.clear()
         saved = t.alive()
@@ -220,11 +224,12 @@ def survey(
     chunks: Sequence[str] | None = None,
     given: Mapping[str, Sizes] | None = None,
     axis: MessageAxis | None = None,
+    backward: bool = True,
 ) -> dict[str, PartMeasure]:
     """Measure the units of some chunks (default: all) on microbatches of `size` sequences of `length` tokens.
 
-    given: what units outside of these chunks give. axis: notes their messages. Call it inside `without_values`, so
-    that weights are fake too.
+    given: what units outside of these chunks give. axis: notes their messages. backward: as `measure` has it. Call it
+    inside `without_values`, so that weights are fake too.
 
     >>> from executor.modules.decoder import DecoderModel
     >>> from ir.workload.config.load import load_config
@@ -256,7 +261,8 @@ def survey(
                 with torch.no_grad():
                     module(*(torch.ones(s, dtype=d, device="cpu") for s, d in inputs), *extras)
                 take[0]() if take else None
-            found[unit] = measure(module, inputs, extras, weights, *take, inward=unit not in without)
+            inward = unit not in without
+            found[unit] = measure(module, inputs, extras, weights, *take, inward=inward, backward=backward)
         shapes[unit] = found[unit].shapes
         shapes |= {p: tuple(shapes[unit][k] for k in at) for p, at in built.ports.get(unit, {}).items()}
         shapes |= {n: shapes[x.reads] for n, x in built.exchanges.items() if x.reads in shapes}
