@@ -34,11 +34,11 @@ RUNS = {
 
 
 def drawn(name: str, folder: Path, factor: float = 1.0) -> str:
-    """The values that the class draws under seed 0, in a file; the override that names it."""
+    """The values that the class draws by itself under seed 0, in a file; the override that names it."""
     build: Callable[[], nn.Module] = getattr(hub_classes, name)
-    tags = hub_classes.EP if "ep=2" in " ".join(RUNS[name]) else {"PP": hub_classes.LAYERS[name]}
-    with quiet():
-        module = UserModel(build, dtype=torch.float64, tags=tags, batch=(1, 8)).module
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = build().to(torch.float64)
     save_file({n: factor * t.detach() for n, t in saved(module).items()}, folder / WHOLE, {"format": "pt"})
     return f'model.weights="{folder}"'
 

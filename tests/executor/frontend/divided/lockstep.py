@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
+from executor.modules.user.shared_exports import RankExports, exports_shared
 from executor.parallel.inline import RankAxis, RankRegion, stretches
 
 Build = Callable[[], nn.Module]
@@ -95,7 +96,8 @@ def far_apart(build: Build, ids: Tensor, grid: Grid, drops: bool = False) -> flo
     weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view_as(wanted)
     (wanted * weights).sum().backward()
     axes = grid.axes()
-    models = [_model(build, ids, RankRegion(t, c, sequence=grid.sequence, heads=grid.heads), grid) for t, c in axes]
+    with exports_shared(RankExports()):  # as ranks of one launch do
+        models = [_model(build, ids, RankRegion(t, c, sequence=grid.sequence, heads=grid.heads), grid) for t, c in axes]
     found, errors = [torch.empty(0)] * len(axes), list[BaseException]()
     meetings = grid.meet(axes)
 
