@@ -32,6 +32,7 @@ from executor.modules.user.annotate import model_error
 from executor.modules.user.model import UserModel
 from executor.modules.user.routed import balanced
 from executor.parallel.inline import MessageAxis
+from ir.core.errors import PiperError
 from ir.core.work import Message, Work
 
 Sizes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -119,11 +120,7 @@ def measure(
         weight_grad = PassMeasure(third.work, third.peak - start, messages())
         del run
         if t.made(t.alive()):
-            message, fix = (
-                "forward keeps a tensor that it has computed",
-                "parametrizations.weight_norm, say, for weight_norm",
-            )
-            raise model_error(message, fix, "forwards that depend on parameters and inputs alone", "model.module")
+            raise _keeps()
     own = t.made(saved) - {*ins, *mine}
 
     def until(serials: Iterable[int]) -> tuple[str, ...]:
@@ -144,6 +141,11 @@ def measure(
         sum(t.bytes(saved - t.made(saved))),
         t.bytes(ins),
     )
+
+
+def _keeps() -> PiperError:
+    message, fix = "forward keeps a tensor that it has computed", "parametrizations.weight_norm, say, for weight_norm"
+    return model_error(message, fix, "forwards that depend on parameters and inputs alone", "model.module")
 
 
 def _constants(module: nn.Module) -> Iterator[Tensor]:

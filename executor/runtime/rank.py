@@ -76,7 +76,7 @@ class RankRun:
         connect_s = clock.now() - began_s
         region = RankRegion.of(plan, ctx.rank, transport, ctx.progress)
         build = partial(RankModel.of, note=s.note, compiling=ctx.progress.begin)
-        with exports_shared(ctx.hub.exports):
+        with exports_shared(ctx.hub.exports if o.backend == "local" else None):
             local = build(prepared, plan, ctx.rank, device, region) if o.real else None
         kernels = local.kernels() if local is not None else blank(prepared, plan, program, s)
         empty, by_node = crossing(prepared, device, region), o.parts is not None and o.real and not device.ahead

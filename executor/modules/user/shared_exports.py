@@ -33,24 +33,24 @@ class RankExports:
     found: dict[Of, _Exported] = field(default_factory=dict)
 
     def put(self, module: nn.Module, of: Of, root: fx.GraphModule) -> None:
-        """Keep a copy of a graph before anything is rewritten in it. What cannot be copied is not kept."""
-        held = _tensors(module)
-        mine = {id(t): t for t in held.values()}
-        if all(id(p) in mine for p in root.parameters()):
-            with suppress(Exception):
+        """Keep a copy of a graph before anything is rewritten in it. What cannot be told, or copied, is not kept."""
+        with suppress(Exception):
+            held = _tensors(module)
+            mine = {id(t): t for t in held.values()}
+            if all(id(p) in mine for p in root.parameters()):
                 self.found[*_form(module), *of] = _Exported(_copied(root, mine), held)
 
     def take(self, module: nn.Module, of: Of) -> fx.GraphModule | None:
         """The graph of a module that another rank has exported, with the tensors of this one; None if none has."""
-        if (known := self.found.get((*_form(module), *of))) is None:
-            return None
-        own = _tensors(module)
-        return _copied(known.root, {id(t): own[n] for n, t in known.held.items()})
+        with suppress(Exception):
+            known, own = self.found[*_form(module), *of], _tensors(module)
+            return _copied(known.root, {id(t): own[n] for n, t in known.held.items()})
+        return None
 
 
 @contextmanager
-def exports_shared(forwards: RankExports) -> Iterator[None]:
-    """Inside, this thread exports what is not among these, and puts it there."""
+def exports_shared(forwards: RankExports | None) -> Iterator[None]:
+    """Inside, this thread exports what is not among these, and puts it there. None: it exports for itself."""
     before, _here.forwards = getattr(_here, "forwards", None), forwards
     try:
         yield

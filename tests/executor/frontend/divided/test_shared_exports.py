@@ -173,7 +173,14 @@ class Counts(Net):
         return F.relu(super().forward(ids))
 
 
-@pytest.mark.parametrize(("kind", "times"), [(Own, 1), (Counts, 2)])
+class Unsaid(Net):
+    """Nobody can say what it is."""
+
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Own, 1), (Counts, 2), (Unsaid, 1)])
 def test_what_is_more_than_a_graph_is_each_rank_s_own(kind: type[nn.Module], times: int, exports: list[str]) -> None:
     with exports_shared(RankExports()):
         for _ in range(2):
