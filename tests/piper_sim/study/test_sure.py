@@ -37,7 +37,7 @@ def test_so_do_those_of_a_table_that_nobody_has_seen(of, least, lost):
     # Nanotron's peaks are five times as far off as those of all five other tables, and nothing says so before.
     share = held(rows, found, of)
     assert least < share < 0.87
-    # Negative control: without the job itself they hold fewer (two of 561 times, five of 246 peaks); memory's are too narrow.
+    # Negative control: without the job itself they hold fewer (two of 561 times, five of 246 peaks).
     bare = [[(x, w / (1 - 2 * f[0][1])) for x, w in f[1:-1]] for f in found]
     assert held(rows, bare, of) < share - lost
 
