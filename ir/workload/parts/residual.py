@@ -57,13 +57,13 @@ def branch(
     n, place, mix = s.stream * s.config.hidden, s.config.form.norms, StreamMixing.of(s)
     before, behind = own and place is not LayerNormPlace.BEHIND, place is not LayerNormPlace.BEFORE
     out = n * s.stream_wide * s.streams
-    bare, heard = place is LayerNormPlace.BEHIND, linears if own else 0  # linears read the stream, or what a norm gives
+    bare = place is LayerNormPlace.BEHIND  # linears read the stream, not what a norm gives
     return replace(
         inside,
         forward=(
             *mix.before,
             *((k.norm_forward(s, norm, n, stream=True),) if before else ()),
-            *(narrowed(s, "input", n) if bare else linears_narrow(s, "normed", n, heard)),
+            *(narrowed(s, "normed", n, linears if s.autocast else 1) if bare or s.autocast else ()),
             *(k.cast(s, "normed", n) if own else ()),
             *inside.forward,
             *((k.norm_forward(s, f"{norm}_behind", n),) if behind else ()),
@@ -73,13 +73,13 @@ def branch(
             *(mix.unmixed or residual_backward(s)),
             *((k.norm_backward(s, f"{norm}_behind_backward", n),) if behind else ()),
             *inside.input_grad,
-            *(narrowed(s, "input.grad", n) if bare else linears_widen(s, "normed", n, heard)),
+            *(linears_widen(s, "normed", n, linears) or (narrowed(s, "normed.grad", n) if bare else ())),
             *((k.norm_backward(s, f"{norm}_backward", n, stream=True),) if before else ()),
             *(mix.behind or (k.memory(s, "residual_backward", 3 * n * s.stream_wide),)),
         ),
         weight_grad=(*inside.weight_grad, *mix.weight_grad),
         out_bytes=out,
-        saved=(*mix.saved, *_ends_saved(s, reads, heard, before + behind), *inside.saved, *mask(s)),
+        saved=(*mix.saved, *_ends_saved(s, reads, linears, before, before + behind), *inside.saved, *mask(s)),
         inline=(*inside.inline, *leave(s, s.config.hidden)),
         input_grad_workspace=beyond(
             _grads(s, grads) + inside.input_grad_workspace + mix.workspace, out, inside.stash_bytes
@@ -93,21 +93,20 @@ def added(s: PartSetting) -> Work:
     return StreamMixing.of(s).mixed or (residual(s),)
 
 
-def _ends_saved(s: PartSetting, reads: int, linears: int, norms: int) -> tuple[SavedBuffer, ...]:
+def _ends_saved(s: PartSetting, reads: int, linears: int, before: bool, norms: int) -> tuple[SavedBuffer, ...]:
     """What a branch keeps at its ends: its linears' input, what sequence parallelism gathered of it beside this
     device's share, where it is kept, the statistics of its norms; of a norm behind them, what it read.
 
     Without a norm before them linears read the stream, which the chunk keeps; of a wider one, or in fp8, they keep a
-    copy of their own.
+    copy of their own. before: it has a norm there, not another branch.
     """
     n, place = s.stream * s.config.hidden, s.config.form.norms
     more = (s.tokens - s.stream) * reads if s.style.keep_gathered else 0
-    before = int(bool(linears) and place is not LayerNormPlace.BEHIND)
     if place is LayerNormPlace.BEHIND:
-        own = s.fp8 or s.stream_wide > s.wide
-        read = (SavedBuffer("input_fp8" if s.fp8 else "input", s.cached(n)),) if own else ()
+        copies = linears if s.autocast else int(s.fp8 or s.stream_wide > s.wide)
+        read = (SavedBuffer("input_fp8" if s.fp8 else "input", s.cached(n) * copies),) if copies else ()
     else:
-        read = (stream_normed(s, "normed", n, linears),) if linears else ()
+        read = (stream_normed(s, "normed", n, linears),) if before or s.autocast else ()
     return (
         *read,
         *((SavedBuffer("gathered", s.cached(more), Pass.W, ("norm", "operators")),) if more else ()),

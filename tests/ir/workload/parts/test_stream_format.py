@@ -13,10 +13,11 @@ from ir.job import load_job
 from ir.job.build import precision_of, prepare
 from ir.plan.plan import OpKind
 from ir.plan.text import plan_digest
-from ir.workload import load_config, model_chunks
+from ir.workload import config_from, load_config, model_chunks
 from ir.workload.part import PartLayout, PartWork
 from ir.workload.setting import FUSED_STYLE, KernelStyle, MicrobatchShape, ModelPrecision
 from ir.workload.work import part_work
+from tests.ir.workload.models import FAMILIES, small
 from tests.refusals import refusal
 
 WIDE = ModelPrecision(residual=DType.FP32)
@@ -141,3 +142,31 @@ def test_a_narrower_stream_is_refused(compute: str, residual: str, allowed: str)
 
 def test_what_classes_of_profiles_are_named_by_is_as_before_where_nothing_is_said() -> None:
     assert repr(ModelPrecision()).count("=") == 8 and repr(WIDE) != repr(ModelPrecision())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_autocast_every_family_moves_something_more_and_nothing_less(family: str) -> None:
+    config = config_from(small(family), "x")
+    plain = replace(CAST, residual=None)
+    shape = MicrobatchShape(1, 8, 8) if config.encoder else MicrobatchShape(1, 8)
+    for chunk in model_chunks(config):
+        for part in chunk.parts:
+            wide, narrow = (
+                part_work(config, chunk, part, PartLayout(), shape, p, style=WRITTEN) for p in (CAST, plain)
+            )
+            assert all(k.count > 0 and k.bytes > 0 for k in (*wide.forward, *wide.input_grad, *wide.weight_grad))
+            assert wide.out_bytes in (narrow.out_bytes, 2 * narrow.out_bytes)
+            assert sum(s.bytes for s in wide.saved) >= sum(s.bytes for s in narrow.saved)
+
+
+def test_under_autocast_linears_beside_attention_and_without_a_norm_before_them_cast_too() -> None:
+    """Falcon's MLP reads attention's norm; OLMo-2's linears the stream itself."""
+    for family, part, linears in (("falcon", "mlp", 1), ("olmo2", "attn", 3), ("olmo2", "mlp", 2)):
+        config = config_from(small(family), "x")
+        chunk = model_chunks(config)[1]
+        found = next(p for p in chunk.parts if p.name == part)
+        work = part_work(config, chunk, found, PartLayout(), MicrobatchShape(1, 8), CAST, style=WRITTEN)
+        one = 8 * config.hidden
+        assert moved(work.forward)["normed.narrow"] == moved(work.input_grad)["normed.grad.narrow"] == linears * 6 * one
+        kept = {s.name: s.bytes for s in work.saved}
+        assert kept["input" if family == "olmo2" else "normed"] == linears * 2 * one
