@@ -24,6 +24,7 @@ from executor.runtime import rank as rank_module
 from executor.runtime.program import RankPlan
 from executor.runtime.rank import topology, train_rank
 from executor.runtime.spec import PlanRun
+from executor.runtime.worker import LocalRanks
 from executor.transport.streams import StreamOp
 from ir.job.run_options import CheckpointOptions, JobRunOptions
 from tests.executor.runs import judged
@@ -236,7 +237,7 @@ def test_a_rank_does_what_it_did(
         pen, transport = Noted("progress", None, note), Noted("transport", Others(rank, note), note)
         store = SimpleNamespace(check=lambda keys: False)
         ctx: Any = SimpleNamespace(
-            rank=rank, progress=pen, connect=lambda backend, streams, device, t=transport: t,
+            hub=LocalRanks(), rank=rank, progress=pen, connect=lambda backend, streams, device, t=transport: t,
             store=lambda name, s=store: s, given=lambda p=(prepared, plan): p,
         )  # fmt: skip
         with monkeypatch.context() as patch:
