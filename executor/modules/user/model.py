@@ -122,8 +122,8 @@ class UserModel:
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
         self._batch = batch
         self._ep, self._region = shard.ep, shard.region
-        read = self.reads_tokens
-        found = {c: cut_at_experts(c, x, shard.region, ids=c in read) for c, x in self._cut.chunks.items()}
+        chunks, read = self._cut.chunks.items(), self.reads_tokens
+        found = {c: cut_at_experts(c, chunk, shard.region, ids=c in read) for c, chunk in chunks}
         self.routed = {c: x for c, x in found.items() if x is not None}
         self._experts = {c: experts[x.number] for c, x in self.routed.items()}
         last = {c: "add" if c in self.routed else (parts or {}).get(c, "") for c in self._cut.chunks}
@@ -189,6 +189,7 @@ class UserModel:
             params.update((self._names[id(p)], p) for p in read if id(p) in self._names)
             frozen.update((self._frozen[id(p)], p) for p in read if id(p) in self._frozen)
             before = self._units[self.chunks[at - 1]] if at else ""
+            ids: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
             if (routed := self.routed.get(name)) is not None:
                 made, wired = self._layer(name, routed)
                 *inner, (_, unit) = made.items()
@@ -196,13 +197,12 @@ class UserModel:
                 reads |= {**wired, f"{name}.router": (before,)}
                 tokens = {f"{name}.router.tokens": tuple(range(SENT, SENT + routed.carried))}
                 ports[f"{name}.router"] = {**expert_rows.ports(name, shared=False), **tokens}
-                ids: tuple[str, ...] = ("ids",) if name in self.reads_tokens else ()
-                extras[f"{name}.router"] = (*ids, *(("draws",) if "router" in routed.draws else ()))
+                extras[f"{name}.router"] = (*ids, *(["draws"] if "router" in routed.draws else []))
                 if self._ep > 1:
                     between |= exchanges(name, ExpertGroup.among(self._ep))
             else:
                 reads[key] = (before,)
-            wants: tuple[str, ...] = ("ids",) if name in self.reads_tokens and routed is None else ()
+            wants = ids if routed is None else ()
             drops = name in self._cut.wants_draws if routed is None else "add" in routed.draws
             wants += ("draws",) if drops else ()
             if name in self._cut.shape_only:

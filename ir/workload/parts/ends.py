@@ -21,8 +21,8 @@ def embed(s: PartSetting) -> PartWork:
 
     Its weight gradient is first made whole, in the parameters' format, then added to the accumulated one: a transient
     as large as the table (seen in SimuMax's snapshots). Positions are the same in every sequence: their gradient is the
-    output's summed over sequences, a tensor beside it. Words are looked up and summed in the narrower of the table's
-    format and the residual stream's, as Megatron's are.
+    output's summed over sequences, a tensor beside it. Words are looked up and summed in the residual stream's
+    format, unless that is wider than the table's and the products': as Megatron's are.
     """
     c, h = s.config, s.config.hidden
     n, table = s.stream * h, c.vocab // s.layout.tp * h

@@ -1,15 +1,14 @@
 """DeepSeek-V4's attention: one key, its own value, for all heads; a window of them, and compressed ones behind it."""
 
 from ir.core.ops import Pass
-from ir.core.work import Kernel, KernelKind, MessageKind, Work
+from ir.core.work import Kernel, KernelKind, Work
 from ir.workload.config.compressed import CompressedAttention
-from ir.workload.part import PartCollective, SavedBuffer
+from ir.workload.part import SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.attention.core import AttentionCore
-from ir.workload.parts.attention.indexer import AT_ONCE, EXACT, ID_BYTES, NO_INDEXER, AttentionIndexerWork
+from ir.workload.parts.attention.indexer import AT_ONCE, EXACT, ID_BYTES, NO_INDEXER, AttentionIndexerWork, gathered
 from ir.workload.parts.attention.projection import AttentionProjection
 from ir.workload.parts.kernels import LinearKernel
-from ir.workload.parts.region import inline
 from ir.workload.parts.residual import normed, stats
 from ir.workload.setting import AttentionKind, PartSetting
 
@@ -36,7 +35,7 @@ def compressed(s: PartSetting, core: AttentionCore, x: CompressedAttention) -> A
     turned = k.copies(s, "rope", s.tokens * (core.heads + 1) * x.rope_dim)
     undone = k.copies(s, "rope_back", s.tokens * core.heads * x.rope_dim)
     again = (k.norm_forward(s, "q_norm.again", q), turned)
-    gathered = _gathered(s, 2 * features, made // s.layout.cp * dim)
+    joined = _taken_together(s, 2 * features, made // s.layout.cp * dim)
     return AttentionProjection(
         forward=(
             *k.forward(s, *downs),
@@ -45,10 +44,10 @@ def compressed(s: PartSetting, core: AttentionCore, x: CompressedAttention) -> A
             query.forward(s),
             k.norm_forward(s, "q_norm", q),
             turned,
-            *gathered,
+            *joined,
         ),
         backward=(
-            *gathered,
+            *joined,
             turned,
             k.norm_backward(s, "q_norm_backward", q),
             *k.input_grad(s, query),
@@ -90,7 +89,7 @@ def _saved(
     )
 
 
-def _gathered(s: PartSetting, features: int, made: int) -> Work:
+def _taken_together(s: PartSetting, features: int, made: int) -> Work:
     """Tokens of a stretch weighed by a softmax over them, feature by feature, summed, normed, turned: one kernel."""
     return (k.memory(s, "compress", (s.stream * features + made) * s.wide),) if features else ()
 
@@ -106,38 +105,22 @@ def _picks(s: PartSetting, x: CompressedAttention) -> AttentionIndexerWork:
     key = LinearKernel("index_compressor", s.stream, features, h)
     weights = LinearKernel("index_weights", s.stream, heads, h, dtype=s.precision.activations)
     picks = ID_BYTES * s.tokens * min(keys.top_k, entries)
-    pairs = s.shape.microbatch_size * _seen(s, entries)
+    stored = s.attention is AttentionKind.UNFUSED  # as transformers' class scores all pairs; else those behind a query
+    pairs = s.tokens * s.layout.cp * entries // (1 if stored else 2)
     shape = (s.shape.microbatch_size, s.tokens // s.shape.microbatch_size * heads, entries, dim)
     read = (s.tokens * heads + made) * dim * s.precision.compute.bytes
     written = EXACT * s.tokens * entries
     flops = 2 * pairs * heads * dim // s.layout.cp
-    stored = s.attention is AttentionKind.UNFUSED
-    saved = SavedBuffer("picked", picks, Pass.I)
     return AttentionIndexerWork(
         forward=(
             *k.forward(s, query, key, weights),
-            *_gathered(s, features, made // s.layout.cp * dim),
+            *_taken_together(s, features, made // s.layout.cp * dim),
             k.copies(s, "index_rope", s.tokens * heads * x.rope_dim),
             Kernel(KernelKind.GROUPED_GEMM, flops, read + written, s.precision.compute, shape, "index_scores"),
             k.memory(s, "index_top_k", 2 * written + picks),
         ),
-        inline=_shared_keys(s, made * dim),
-        saved=(saved,),
+        inline=gathered(s, heads, made // s.layout.cp * dim, made * dim),
+        saved=(SavedBuffer("picked", picks, Pass.I),),
         workspace=EXACT * entries * (s.tokens * heads if stored else min(s.tokens, AT_ONCE)),
         model_flops=2 * s.shape.tokens * (heads * dim * x.q_rank + (features + heads) * h) + 2 * pairs * heads * dim,
     )
-
-
-def _seen(s: PartSetting, entries: int) -> int:
-    """(query, compressed key) pairs of a sequence, of which the best are picked: all, as transformers' class scores
-    them; those behind each query alone, where a kernel leaves the others out.
-    """
-    keys = s.config.compressed
-    assert keys is not None
-    every = s.shape.seq_len * entries
-    return every if s.attention is AttentionKind.UNFUSED else every // 2
-
-
-def _shared_keys(s: PartSetting, elements: int) -> tuple[PartCollective, ...]:
-    """Compressed keys of all context-parallel ranks' tokens, for all queries."""
-    return (inline(Pass.F, MessageKind.ALL_GATHER, elements * s.wide, "cp"),) if s.layout.cp > 1 else ()

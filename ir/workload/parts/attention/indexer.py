@@ -48,7 +48,7 @@ class AttentionIndexerWork:
                 *_scored(s, x),
                 k.memory(s, "index_top_k", 2 * EXACT * s.tokens * s.shape.seq_len + picks),
             ),
-            inline=_gathered(s, x),
+            inline=gathered(s, x.heads, s.tokens * x.dim, s.shape.tokens * x.dim),
             saved=_saved(s, picks),
             workspace=_workspace(s, x),
             model_flops=2 * s.shape.tokens * (x.heads * x.dim * mla.q_rank + (x.dim + x.heads) * h)
@@ -79,9 +79,11 @@ def _scored(s: PartSetting, x: AttentionIndexer) -> Work:
     )
 
 
-def _gathered(s: PartSetting, x: AttentionIndexer) -> tuple[PartCollective, ...]:
-    """Sequence parallelism's tokens come together behind the narrow products; keys of all tokens go to all queries."""
-    found = ((s.sp, s.tokens * (x.dim + x.heads), "tp"), (s.layout.cp > 1, s.shape.tokens * x.dim, "cp"))
+def gathered(s: PartSetting, heads: int, keys: int, every: int) -> tuple[PartCollective, ...]:
+    """Sequence parallelism's tokens come together behind the narrow products: weights of heads, and keys; those of all
+    tokens go to all queries. keys, every: features of these, of this device's tokens and of all.
+    """
+    found = ((s.sp, s.tokens * heads + keys, "tp"), (s.layout.cp > 1, every, "cp"))
     return tuple(inline(Pass.F, MessageKind.ALL_GATHER, n * s.wide, axis) for divided, n, axis in found if divided)
 
 

@@ -196,6 +196,13 @@ def test_devices_share_compressed_keys_and_divide_heads_and_their_groups() -> No
     for label in ("q_b_proj", "o_a_proj", "o_proj", "attention"):
         assert whole[label] == 2 * half[label], label
     assert whole["index_scores"] == half["index_scores"], "each rank picks for itself"
+    layout, own = PartLayout(tp=2, sequence_parallel=True), S // 4 * 128 + S * 64
+    sizes = [
+        x.message.bytes for x in work(SPARSE, layout=layout).inline if x.when is Pass.F and x.message.axes == ("tp",)
+    ]
+    assert own * 2 in sizes and own * 2 not in [
+        x.message.bytes for x in work(HEAVY, layout=layout).inline if x.when is Pass.F
+    ], "index keys, and weights of their heads"
     for key, layout in (
         ("parallel.tp", PartLayout(tp=16, sequence_parallel=True)),
         ("parallel.cp_comm", PartLayout(cp=2, cp_heads=True)),
