@@ -100,12 +100,13 @@ def _path(name: str) -> Path:
         return _HERE / f"{name}.json"
     if name.endswith(".json") or "/" in name or "\\" in name:
         return Path(name)
+    begun = [k for k in known if k.startswith(f"{name.lower()}-")]  # gb300
     raise PiperError(
         ErrorKind.HARDWARE,
         f"unknown hardware preset {name!r}",
         key="cluster.gpu",
         allowed=["a path to a .json file", *known],
-        suggestion=nearest(name, known),
+        suggestion=begun[0] if len(begun) == 1 else nearest(name, known),
     )
 
 

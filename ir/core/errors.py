@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from importlib.util import find_spec
 
+from ir.core.synonyms import synonym
+
 _LONGEST = 80
 _UNIT = re.compile(r"([KMGTP]?)(i?)(B|b|FLOPs?)(ps|/s|s)?|(n|u|m|)(s)")
 _LOWER = {w.lower(): w for w in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Mbps", "Gbps", "TFLOPs")}
@@ -143,7 +145,7 @@ def printable(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], coded: bool = True) -> str | None:
-    """The known word that a mistyped one can only mean, or None: a wrong fix is worse than none.
+    """The known word that a mistyped or foreign one can only mean, or None: a wrong fix is worse than none.
 
     Digits, units and, where names are codes, the few letters beside digits (h100, bf16) are never mended: they tell one
     thing from another. Of two words that are as near, neither is meant.
@@ -156,9 +158,14 @@ def nearest(word: str, known: Iterable[str], coded: bool = True) -> str | None:
     (None, None, 'bf16')
     >>> nearest("1f1", ["1f1b", "dualpipe"]), nearest("1f1", ["1f1b", "dualpipe"], coded=False)
     (None, '1f1b')
+    >>> nearest("pipeline_parallel_size", ["tp", "pp"]), nearest("gpus", ["gpu", "nodes"])
+    ('pp', None)
     """
+    known = list(known)
     if len(word) > _LONGEST or not word:
         return None
+    if (same := synonym(word, known)) is not None:
+        return same[0] if len(same) == 1 else None
     low, digits, unit, codes = word.lower(), _digits(word), unit_of(word), _codes(word)
     few = min(2, max(1, len(word) // 4))
     longer, best = list[str](), list[tuple[int, str]]()

@@ -69,10 +69,11 @@ def _files(folder: Path) -> Iterator[tuple[str, list[str], Write]]:
 
 def test_a_fix_of_a_mistyped_key_is_the_key_or_none(tmp_path: Path) -> None:
     drawn = offered = 0
+    elsewhere = {f.name for cls in SECTIONS.values() for f in fields(cls)}
     for file, keys, write in _files(tmp_path):
         for key in keys:
             for slip in _slips(key, random.Random(f"{file} {key}")):
-                if slip in keys:
+                if slip in keys or slip in elsewhere:  # a key of another section, which the fix names
                     continue
                 error, drawn = _error(write, slip, 1), drawn + 1
                 assert error is not None, f"{file}: {slip} is taken"

@@ -10,6 +10,7 @@ from msgspec import inspect as types
 
 from ir.core.errors import PiperError, converted, nearest
 from ir.core.files.read import FileErrors, cut
+from ir.core.synonyms import synonym
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 HIDDEN = msgspec.Meta(extra={"hidden": True})  # a field that no file has
@@ -65,7 +66,8 @@ def typed(
     at: where the value stands in the file. Keys that a class does not have are refused, with the nearest that it has.
     beside: keys that may stand in the same table and are read by another class; a typo may be of one of them.
     """
-    _Check(form, file, at, beside).value(value, _type(wanted), at, _NONE)
+    kind = _type(wanted)
+    _Check(form, file, at, beside, kind).value(value, kind, at, _NONE)
     try:
         return msgspec.convert(value, wanted, strict=True)
     except msgspec.ValidationError as e:  # of a class's own __post_init__
@@ -83,8 +85,10 @@ def _type(wanted: object) -> types.Type:
 class _Check:
     """The values of one file against their types, in the order of the file."""
 
-    def __init__(self, form: FileErrors, file: str | None, top: str, beside: Collection[str]) -> None:
-        self.form, self.file, self.top, self.beside = form, file, top, beside
+    def __init__(
+        self, form: FileErrors, file: str | None, top: str, beside: Collection[str], whole: types.Type
+    ) -> None:
+        self.form, self.file, self.top, self.beside, self.whole = form, file, top, beside, whole
 
     def wrong(self, at: str, message: str, t: types.Type, extra: Extra = _NONE, fix: str | None = None) -> PiperError:
         return self.form.wrong(message, self.file, at, allowed(t, extra), fix)
@@ -136,13 +140,23 @@ class _Check:
             if k not in known:
                 others = [key for key in self.beside if key not in known] if at == self.top else []
                 near = converted(str(k), v, known) or nearest(str(k), [*known, *others])
-                may, fix = ", ".join([allowed(t), *others]), _inside(at, near) if near else None
+                fix = _inside(at, near) if near else self.elsewhere(str(k))
+                may = ", ".join([allowed(t), *others])
                 raise self.form.wrong("unknown key", self.file, _inside(at, k), may, fix)
         for k, f in known.items():
             if f.required and k not in x:
                 raise self.wrong(_inside(at, k), "missing", f.type)
         for k, v in x.items():
             self.value(v, known[k].type, _inside(at, k), _NONE)
+
+    def elsewhere(self, word: str) -> str | None:
+        """The one table of the file that has this key, or one that means the same, and the key."""
+        found = []
+        for table in _fields(self.whole):
+            keys = [f.encode_name for f in _fields(_bare(table.type, _NONE)[0])]
+            same = (word,) if word in keys else synonym(word, keys) or ()
+            found += [_inside(table.encode_name, k) for k in same]
+        return found[0] if len(found) == 1 else None
 
     def items(self, x: Sequence[object], t: types.Type, at: str, extra: Extra) -> None:
         """Of a list. What is wrong with a number or word in it is laid at the list, which is what one has to mend."""
@@ -184,6 +198,11 @@ def _bare(t: types.Type, extra: Extra) -> tuple[types.Type, Extra]:
     while isinstance(t, types.Metadata):
         extra, t = {**extra, **(t.extra or {})}, t.type
     return t, extra
+
+
+def _fields(t: types.Type) -> Sequence[types.Field]:
+    """Of a table with keys of its own; none of anything else."""
+    return t.fields if isinstance(t, types.StructType | types.DataclassType) else ()
 
 
 def _inside(at: str, key: object) -> str:

@@ -124,7 +124,7 @@ def _refuse_unknown(
     keys = dict.fromkeys((*TYPES[model_type], *aliases(model_type), *beside))  # each once, in one order
     known = [k for k in keys if k not in INERT]
     others = f", and {len(odd) - 1} more: {', '.join(odd[1:6])}" if len(odd) > 1 else ""
-    near = nearest(odd[0], known)
+    near = nearest(odd[0], [k for k in known if k not in given])
     fix = near or (None if prefix else "leave it out of the file if it says nothing of the model")
     message = f"model type {model_type} has no key {odd[0]!r} that is understood{others}"
     raise PiperError(ErrorKind.MODEL, message, file=source, key=prefix + odd[0], allowed=sorted(known), suggestion=fix)
