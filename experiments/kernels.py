@@ -1,10 +1,10 @@
 """`python -m experiments.kernels DIR`: measured kernels and collectives of a folder of tables against the model.
 
-Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, sdpa*.csv (both passes), op*.csv, nccl*.csv with the
-columns of the small ones in `experiments/published/data/kernels`, which are read where no folder is given. Kernels
-there were measured by themselves: short bursts at boost clocks, so the hardware files are taken as they are, not
-`in_training()`. A product in fp8 is measured with the kernels that quantise x in front of it, but for fp8_cold. What
-the timer reads around nothing (timer_us) is taken off.
+Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, sdpa*.csv (both passes), recurrence.csv, op*.csv,
+nccl*.csv with the columns of the small ones in `experiments/published/data/kernels`, which are read where no folder is
+given. Kernels there were measured by themselves: short bursts at boost clocks, so the hardware files are taken as they
+are, not `in_training()`. A product in fp8 is measured with the kernels that quantise x in front of it, but for
+fp8_cold. What the timer reads around nothing (timer_us) is taken off.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +31,11 @@ from cost_models.compute.optimizer import clip, grad_norm, update
 from cost_models.software import FrameworkCosts
 from experiments.published.rows import DATA, Line, ints, lines
 from ir.core.work import CAST, DType, Kernel, KernelKind, Message, MessageKind
+from ir.workload import load_config
+from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
+from ir.workload.part import PartLayout
+from ir.workload.parts.mixer_core import LayerRecurrence
+from ir.workload.setting import MicrobatchShape, ModelPrecision, PartSetting
 from piper_sim.study.history.show import PredictionErrors
 
 GPUS = {
@@ -38,8 +44,12 @@ GPUS = {
     "h200": "h200-sxm",
     "b200": "b200-sxm",
     "gb200": "gb200-nvl72",
+    "gb200_graphs": "gb200-nvl72",
     "gb300": "gb300-nvl72",
+    "b300": "b300-sxm",
 }
+RECURRING = "qwen3.5-35b-a3b"  # a model that has one; its sizes are a line's
+RECURRENCE = ("batch", "seq_len", "heads", "groups", "head_dim", "state", "chunk")
 
 
 # Bytes that each kernel in front moves for an element of x: one scale per tensor asks for its largest first.
@@ -92,6 +102,16 @@ def attention(line: Line, hw: DeviceHardware) -> float:
     return kernel_seconds(Kernel(KernelKind.ATTENTION, *whole, DType.BF16, (batch, heads, s, s, qk, v)), hw)
 
 
+def recurrence(line: Line, hw: DeviceHardware) -> float:
+    """Seconds of one pass of a recurrence alone, in bf16: what stands between its convolution and its gate."""
+    batch, tokens, heads, groups, width, state, chunk = ints(line, *RECURRENCE)
+    mixer = LayerMixer(LayerMixerKind(line["kind"]), heads, width, groups, state, 4, chunk, frozenset({0}))
+    config = replace(load_config(RECURRING), mixer=mixer)
+    setting = PartSetting(config, PartLayout(), MicrobatchShape(batch, tokens), ModelPrecision())
+    core = LayerRecurrence.of(setting)
+    return work_seconds(core.backward(setting) if line["pass"] == "backward" else core.forward(setting), hw)
+
+
 def op(line: Line, hw: DeviceHardware) -> float:
     """Seconds of what is no product and no attention, by its bytes."""
     name, n, dtype = line["op"], math.prod(map(int, line["sizes"].split())), FORMATS.get(line["dtype"], DType.FP32)
@@ -113,7 +133,7 @@ def collective(line: Line, hw: DeviceHardware) -> float:
 def seconds(line: Line, key: str) -> float:
     """What was measured; of attention the quicker kernel."""
     found = [line[c] for c in ("us", "us_trtllm", "us_vllm") if line.get(c)]
-    if key == "sdpa":
+    if key in ("sdpa", "recurrence"):
         us = 1e3 * float(line["ms"])
     else:
         us = min(map(float, found)) if key == "attention" else float(line["us"])
@@ -124,6 +144,7 @@ KINDS: Mapping[str, tuple[Callable[[Line, DeviceHardware], float], str]] = {
     "gemm": (gemm, "dtype"),
     "attention": (attention, "head_dim"),
     "sdpa": (attention, "backend pass"),
+    "recurrence": (recurrence, "kind pass"),
     "op": (op, "op"),
     "nccl": (collective, "collective"),
 }

@@ -12,9 +12,23 @@ from typing import TypeVar
 
 from cost_models.compute.optimizer import LISTS
 from cost_models.hardware import DeviceHardware
+from cost_models.hardware.schema import RecurrenceKernel
 from cost_models.software.dispatcher import fp8_casts
 from ir.core.order import FloatArray
-from ir.core.work import CAST, DROPOUT, LOSS, SORTS, WEIGHT_GRAD, DType, Kernel, KernelKind, Work
+from ir.core.work import (
+    CAST,
+    DROPOUT,
+    LOSS,
+    SCAN,
+    SCAN_BACK,
+    SCAN_PASS,
+    SORTS,
+    WEIGHT_GRAD,
+    DType,
+    Kernel,
+    KernelKind,
+    Work,
+)
 
 Seconds = TypeVar("Seconds", float, FloatArray)
 _SPLITS = (1, 2, 4, 8)
@@ -48,6 +62,8 @@ def kernel_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = None) -
         once += hw.gemm.unhidden_memory[kernel.dtype.value] * min(arithmetic, memory)
     elif arithmetic > 0.0:
         once = settled(once, min(arithmetic, memory), kernel.dtype, hw)
+    if hw.recurrence is not None and kernel.label.startswith(SCAN):
+        once = _recurring(once, kernel, hw.recurrence)
     return kernel.count * dispatched(once + hw.kernel_launch_us * 1e-6, hw)
 
 
@@ -74,6 +90,16 @@ def settled(larger: Seconds, smaller: Seconds, dtype: DType, hw: DeviceHardware)
         return larger + hw.gemm.unhidden_memory[dtype.value] * smaller
     once = larger + burst.unhidden_memory.get(dtype.value, hw.gemm.unhidden_memory[dtype.value]) * smaller
     return once * (1.0 + burst.throttle.get(dtype.value, 0.0) * once / (once + burst.throttle_us * 1e-6))
+
+
+def _recurring(once: float, kernel: Kernel, r: RecurrenceKernel) -> float:
+    """Seconds of a recurrence's kernel whose products and traffic take `once`."""
+    once /= r.backward if kernel.label.startswith(SCAN_BACK) else r.forward
+    if kernel.kind is not KernelKind.GROUPED_GEMM or not kernel.label.endswith(SCAN_PASS):
+        return once
+    tokens = kernel.shape[-1]
+    products = kernel.flops / (2 * math.prod(kernel.shape))
+    return max(once, products * tokens * r.product_ns * 1e-9)
 
 
 def traffic(kernel: Kernel, hw: DeviceHardware) -> float:

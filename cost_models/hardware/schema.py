@@ -109,6 +109,18 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     fixed_dropout: tuple[Share, Share] | None = None
 
 
+class RecurrenceKernel(msgspec.Struct, frozen=True, kw_only=True):
+    """How kernels of recurrences (Mamba-2's scan, the gated delta rule; Triton's) come near their products and traffic.
+
+    forward, backward: share of the rates that these would have by themselves. product_ns: what a product with states
+    that pass from chunk to chunk, one behind the other, takes at least for each token of a sequence.
+    """
+
+    forward: Share
+    backward: Share
+    product_ns: NonNegative
+
+
 class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU with its usual node and network. All values are modelled; `sources` says from what.
 
@@ -160,6 +172,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     host_launch_us: NonNegative
     gemm: GemmKernel
     attention: AttentionKernel
+    recurrence: RecurrenceKernel | None = None
     memory_efficiency: Share
     multi_tensor_efficiency: dict[Dtype, Share] = {}
     cast_efficiency: Share = 1.0

@@ -274,10 +274,15 @@ def cards(line: Line, job: Table) -> Facts:
     job["parallel"]["layers"] = [int(a) for a, times in counts for _ in range(int(times))] or "even"
     job["costs"] = {**job.get("costs", {}), **{k: words[k] for k in ("dispatcher", "cuda_graphs")}}
     job["precision"] = {"compute": words["precision"], **job.get("precision", {})}
-    if line["ep_overlap"] == "1":
-        job["schedule"] |= {"name": f"{job['schedule']['name']}-overlap", "merge": "template"}
-        job["schedule"]["delay_wgrad"] = line["delay_wgrad"] == "1"
+    _overlap_experts(line, job)
     return {}
+
+
+def _overlap_experts(line: Line, job: Table) -> None:
+    """Megatron's messages of experts beside another microbatch's passes, where a line says so."""
+    if line.get("ep_overlap") == "1":
+        job["schedule"] |= {"name": f"{job['schedule'].get('name', '1f1b')}-overlap", "merge": "template"}
+        job["schedule"]["delay_wgrad"] = line["delay_wgrad"] == "1"
 
 
 def one_gpu(line: Line, job: Table) -> Facts:
@@ -299,17 +304,20 @@ def unseen(line: Line, job: Table) -> Facts:
     told = facts()["unseen"]
     gpus, dp, mbs, mb, seq_len = ints(line, "gpus", "dp", "micro_batch", "microbatches", "seq_len")
     cluster = told["gpus"][line["gpu"]]
-    whole = 64 if line["gpu"] == "GB200" else cluster.get("gpus_per_node", 8)  # GB200's racks of 72 have 64 in use
+    whole = 64 if line["gpu"].startswith("GB") else cluster.get("gpus_per_node", 8)  # racks of 72 have 64 in use
     job["cluster"] = {**cluster, "gpus_per_node": (node := min(gpus, whole)), "nodes": gpus // node}
     model = told["models"].get(line["model"], {"config": line["model"]})
-    job |= {"model": {**model, **job["model"]}, "costs": {}}
+    job |= {"model": {**model, **job["model"]}}
     if "mpt" in line["model"]:
         job["model"]["max_seq_len"] = seq_len
     for section, keys in told["stacks"][line["stack"]].items():
         job[section] = {**job.get(section, {}), **keys}
-    if counts := line["layers_per_stage"]:
+    _overlap_experts(line, job)
+    if line.get("overlap_grad_reduce") == "0":
+        job["parallel"]["overlap_grad_reduce"] = False
+    if counts := line.get("layers_per_stage"):
         job["parallel"]["layers"] = [int(a) for a, n in (x.split("*") for x in counts.split()) for _ in range(int(n))]
-    rate, peak = line["tokens_per_s_per_gpu"], line.get("peak_GiB")
+    rate, peak = line.get("tokens_per_s_per_gpu"), line.get("peak_GiB")
     memory = {"memory": {FULLEST: float(peak) * GIB}} if peak else {}
     return ({"seconds": dp * mbs * mb * seq_len / gpus / float(rate)} if rate else {}) | memory
 

@@ -54,6 +54,9 @@ SORTS = ("permute", "unpermute", "unpermute_backward")  # labels of kernels that
 WEIGHTS_CAST = "weights.cast"  # label of the kernels that take weights into the format of products
 DROPOUT = ".dropout"  # ends the label of an attention kernel that draws dropout
 LOSS = "loss."  # begins the label of a kernel of the loss
+SCAN = "scan."  # begins the label of a recurrence's kernel
+SCAN_BACK = "scan.backward_"  # of one in backward
+SCAN_PASS = "pass"  # ends the label of the one that takes states from chunk to chunk
 WEIGHT_GRAD = ".weight_grad"  # ends the label of a product that adds up a weight's gradient
 
 

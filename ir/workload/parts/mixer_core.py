@@ -7,9 +7,9 @@ the states of all chunks for its own last step only: backward makes them again (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ir.core.work import Kernel, KernelKind, Work
+from ir.core.work import SCAN, SCAN_BACK, Kernel, KernelKind, Work
 from ir.workload.config.recurrence import LayerMixerKind
 from ir.workload.part import SavedBuffer
 from ir.workload.parts.kernels import copies, memory
@@ -75,12 +75,12 @@ class LayerRecurrence:
         if self.delta:
             again = (*self._rule(s, inverse=False), *self._passed(s, 2))
             # Scores' and inverse's gradients, then values', keys' and queries': twice the products of forward.
-            inner = self._within(s, "scan.backward_within", self.heads, 3 * (self.v + self.k), 4 * (self.k + self.v), 0)
+            inner = self._within(s, "scan.within", self.heads, 3 * (self.v + self.k), 4 * (self.k + self.v), 0)
             passed = self._passed(s, 4)
-            return (*again, *passed, self._between(s, "scan.backward_read", 2), inner, *self._normed(s, 2))
-        outer = self._within(s, "scan.backward_within", self.heads, 3 * self.v, 4 * self.v, 0)
-        scores = self._within(s, "scan.backward_scores", self.groups, 2 * self.k, 4 * self.k, 0)
-        return (*self._chunks(s), *self._passed(s, 1), self._between(s, "scan.backward_read", 4), outer, scores)
+            return _behind((*again, *passed, self._between(s, "scan.read", 2), inner, *self._normed(s, 2)))
+        outer = self._within(s, "scan.within", self.heads, 3 * self.v, 4 * self.v, 0)
+        scores = self._within(s, "scan.scores", self.groups, 2 * self.k, 4 * self.k, 0)
+        return _behind((*self._chunks(s), *self._passed(s, 1), self._between(s, "scan.read", 4), outer, scores))
 
     def saved(self, s: PartSetting) -> tuple[SavedBuffer, ...]:
         """What backward needs beside the projections' output and the recurrence's: of the delta rule, inverses and what
@@ -142,6 +142,11 @@ class LayerRecurrence:
         size = self.rows * groups * moved * s.wide + more
         shape = (-(-self.rows // self.chunk) * groups, self.chunk, features, self.chunk)
         return Kernel(KernelKind.GROUPED_GEMM, flops, size, s.precision.activations, shape, label)
+
+
+def _behind(work: Work) -> Work:
+    """Kernels of backward, which do not reach the rates of forward's."""
+    return tuple(replace(k, label=SCAN_BACK + k.label.removeprefix(SCAN)) for k in work)
 
 
 def model_flops(s: PartSetting) -> int:

@@ -9,7 +9,7 @@ from cost_models import kernel_seconds, load_hardware
 from cost_models.compute.optimizer import OptimizerPrecision, clip, grad_norm, update
 from cost_models.compute.roofline import work_seconds
 from cost_models.software import FrameworkCosts, load_software
-from experiments.kernels import GPUS, errors, gemm, main, seconds
+from experiments.kernels import GPUS, errors, gemm, main, recurrence, seconds
 from experiments.published.rows import DATA, lines
 from ir.core.work import DType, Kernel, KernelKind
 
@@ -78,6 +78,32 @@ def test_both_passes_of_attention(gpu):
     assert max(e for of in passes for e in sizes(FOUND, "sdpa", gpu, of)) < 0.2
     # Negative control: the GPU one generation older, whose attention was measured a year before.
     assert median(sizes(SWAPPED, "sdpa", gpu, "forward")) > 0.2
+
+
+@pytest.mark.parametrize(
+    "gpu, most", [("h200", 0.05), ("gb200", 0.05), ("gb200_graphs", 0.08), ("gb300", 0.06), ("b300", 0.03)]
+)
+@pytest.mark.parametrize("of", ["delta forward", "delta backward"])
+def test_both_passes_of_the_gated_delta_rule(gpu, most, of):
+    """As NVIDIA and Qwen measured flash-linear-attention's, 4 to 512 heads, 1,024 to 32,768 tokens; GB300 and B300 were
+    not fitted. Few heads over many sequences come out a third too quick."""
+    found = sizes(FOUND, "recurrence", gpu, of)
+    assert median(found) < most and max(found) < (0.45 if gpu in ("h200", "gb200_graphs") else 0.12)
+
+
+def test_mamba_s_scan_was_not_fitted():
+    assert sizes(FOUND, "recurrence", "b200", "mamba forward")[0] < 0.11
+    assert sizes(FOUND, "recurrence", "b200", "mamba backward")[0] < 0.02
+
+
+def test_recurrences_reach_neither_the_rates_of_products_nor_all_at_once():
+    """Negative controls: rates as if they were products and copies; chunks beside each other."""
+    rows = [x for x in lines(DATA / "kernels" / "recurrence.csv") if x["gpu"] == "gb200"]
+    for over, of, most in (({"backward": 1.0}, "backward", -0.3), ({"product_ns": 0.0}, "forward", -0.15)):
+        known = structs.asdict(load_hardware("gb200-nvl72").recurrence)
+        hw = load_hardware("gb200-nvl72", {"recurrence": {**known, **over}})
+        few = [x for x in rows if x["pass"] == of and int(x["heads"]) == 16]
+        assert median(recurrence(x, hw) / seconds(x, "recurrence") - 1 for x in few) < most
 
 
 def test_the_attention_of_hopper_in_training_is_below_that_of_bursts():

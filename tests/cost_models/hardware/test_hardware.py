@@ -47,11 +47,13 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
         "power_W",
         "rated_W",
         "power_exponent",
+        "recurrence",
     }
     of_jobs = {"software", "dispatcher", "training", "deterministic", "blocking"}
     keys = {f.name for f in structs.fields(DeviceHardware)} - {"name", "sources", *of_jobs}
     assert keys - optional <= set(hw.sources), "a value without a source"
     assert set(hw.sources) <= keys, "a source without a value"
+    assert hw.recurrence is None or "recurrence" in hw.sources
     assert hw.rated_W is None or {"rated_W", "power_exponent"} <= set(hw.sources)
 
 
