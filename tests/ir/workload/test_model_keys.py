@@ -237,8 +237,10 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "attention_types": {"attention_layers": None},
     **{
         k: {"position_embedding_type": "rope"}
-        for k in ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+        for k in ("rope_theta", "rope_parameters", "rope_scaling")
     },
+    "partial_rotary_factor": {"position_embedding_type": "rope", "qk_rope_head_dim": None},
+    "index_skip_topk_offset": {"indexer_types": None, "index_topk_freq": 4},
     **{f"mamba_{k}": {"hybrid_override_pattern": "M*-E"} for k in ("num_heads", "head_dim", "num_groups", "state_dim")},
     **{k: {"kv_lora_rank": 8} for k in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
 }
