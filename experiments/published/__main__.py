@@ -3,6 +3,8 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,7 @@ from experiments.published.page import PAGE, PICTURE, page
 from experiments.published.picture import scatter
 from experiments.published.report import as_json, rows_text, summary
 from experiments.published.rows import DATA, DataSet
-from experiments.published.score import Change, Score, scores
+from experiments.published.score import Change, Each, Score, scores
 from experiments.published.sets import SETS, chosen
 from experiments.published.sure import residual_file
 from piper_sim.study.sure import FILE
@@ -27,15 +29,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", action="store_true", help="every row, with what its step is made of")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--write", action="store_true", help=f"renew docs/{PAGE.name} and {PICTURE.name}: all")
+    parser.add_argument("--workers", type=int, default=1, help="processes that predict")
     args = parser.parse_args(argv)
+    with ProcessPoolExecutor(args.workers) if args.workers > 1 else nullcontext() as pool:
+        return _told(args, map if pool is None else pool.map)
+
+
+def _told(args: argparse.Namespace, each: Each) -> int:
     if args.write:
-        found = _found(SETS, args.data, None)
-        controls = {name: _found(SETS, args.data, change) for name, change in CONTROLS.items()}
+        found = _found(SETS, args.data, None, each)
+        controls = {name: _found(SETS, args.data, change, each) for name, change in CONTROLS.items()}
         PAGE.write_text(page(found, controls))
         PICTURE.write_bytes(scatter(found))
         FILE.write_text(residual_file(found))
         return 0
-    found = _found(chosen(args.sets), args.data, CONTROLS[args.control] if args.control else None)
+    found = _found(chosen(args.sets), args.data, CONTROLS[args.control] if args.control else None, each)
     if args.json:
         print(msgspec.json.encode(as_json(found)).decode())
     else:
@@ -45,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _found(sets: Sequence[DataSet], data: Path, change: Change | None) -> dict[DataSet, list[Score]]:
+def _found(sets: Sequence[DataSet], data: Path, change: Change | None, each: Each) -> dict[DataSet, list[Score]]:
     out = {}
     for s in sets:
-        out[s] = list(scores(s.rows(data), change))
+        out[s] = list(scores(s.rows(data), change, each))
         print(f"{s.name}: {len(out[s])} rows", file=sys.stderr)
     return out
 

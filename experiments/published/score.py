@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 from experiments.published.rows import FULLEST, Row, Table
 from ir.core.errors import PiperError
@@ -19,6 +20,7 @@ from piper_sim.study.sure import PredictionTraits
 __all__ = ["Change", "PredictionErrors", "Score", "Table", "memories", "scored", "scores", "times"]
 
 Change = Callable[[Table], Table]
+Each = Callable[[Callable[[Row], "Score"], Iterable[Row]], Iterable["Score"]]
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,19 @@ class Score:
     traits: PredictionTraits | None = None
 
 
-def scores(rows: Iterable[Row], change: Change | None = None) -> Iterator[Score]:
-    """Predict each row that can be; `change` alters every job first (controls of time: failed runs are left out)."""
-    for row in rows:
-        if row.failed and change is not None:
-            continue
-        if row.job is not None:
-            table = deepcopy(row.job)
-            yield scored(row, table if change is None else change(table))
-        else:
-            yield Score(row, failure="")
+def scores(rows: Iterable[Row], change: Change | None = None, each: Each = map) -> Iterator[Score]:
+    """Predict each row that can be; `change` alters every job first (controls of time: failed runs are left out).
+
+    each: `map`, or that of a pool of processes.
+    """
+    return iter(each(partial(_changed, change=change), (r for r in rows if not (r.failed and change is not None))))
+
+
+def _changed(row: Row, change: Change | None) -> Score:
+    if row.job is None:
+        return Score(row, failure="")
+    table = deepcopy(row.job)
+    return scored(row, table if change is None else change(table))
 
 
 def scored(row: Row, table: Table) -> Score:
