@@ -10,7 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ir.core.errors import ErrorKind, PiperError, usage_error
+from ir.core.files import writing
 from ir.job.build import blaming
 from ir.job.load import load_job as read_job
 from piper_sim.app.captured import load_job
@@ -107,6 +110,15 @@ def _grid(tries: Sequence[str]) -> list[dict[str, Any]]:
     return [dict(zip(values, point, strict=True)) for point in product(*values.values())]
 
 
+class _RowAtLeast(msgspec.Struct):
+    """What every row has, whatever else stands in it."""
+
+    schema_version: int
+    fits: bool
+    iteration_s: float | None
+    reason: str | None = None
+
+
 def _known(out: str | None, force: bool) -> dict[str, Object]:
     """Rows that an earlier sweep left; what a kill left of its last line is not one.
 
@@ -122,8 +134,10 @@ def _known(out: str | None, force: bool) -> dict[str, Object]:
             *lines, rest = path.read_text("utf-8").split("\n")
             if not (rest.startswith(_ROW) or _ROW.startswith(rest)):
                 raise ValueError("another last line")
-            found = {row["key"]: row["found"] for row in map(json.loads, lines)}
-    except (OSError, ValueError, KeyError, TypeError) as e:
+            rows = [msgspec.json.decode(line) for line in lines]
+            msgspec.convert([row["found"] for row in rows], list[_RowAtLeast])
+            found = {row["key"]: row["found"] for row in rows}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         if not force:
             message, fix = f"no rows of a sweep: {e}", "--force replaces it; or choose another --out"
             raise PiperError(ErrorKind.IO, message, file=str(path), key="--out", suggestion=fix) from None
@@ -137,7 +151,7 @@ def _keep(out: str | None, key: str, found: Object) -> None:
     if out is None:
         return
     path = Path(out) / KEPT
-    try:
+    with writing(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:  # which writes at the end, wherever it has read
             file.seek(max(0, file.tell() - 1))
@@ -145,8 +159,6 @@ def _keep(out: str | None, key: str, found: Object) -> None:
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
             file.write(json.dumps({"key": key, "found": found}).encode() + b"\n")
-    except OSError as e:
-        raise PiperError(ErrorKind.IO, f"cannot be written: {e.strerror}", file=str(path), key="--out") from None
 
 
 def _table(rows: Sequence[Object]) -> Mapping[str, bytes | str]:

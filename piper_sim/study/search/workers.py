@@ -15,8 +15,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from cost_models import DeviceHardware
 from ir.core.errors import ErrorKind, PiperError
+from ir.core.files import writing
 from ir.job.cache import PLANS
 from piper_sim.study.inputs import inputs_digest
 from piper_sim.study.search.evaluate import (
@@ -24,7 +27,6 @@ from piper_sim.study.search.evaluate import (
     EvaluatedJob,
     Front,
     JobCheck,
-    JobRefusal,
     beaten,
     evaluate,
     full,
@@ -71,24 +73,21 @@ class JobJournal:
         try:
             same = head.startswith(lines[0])  # or as much of it as there is
             for row in map(json.loads, lines[1:]):
-                kind = row["found"]["kind"]
-                found = row["found"] | {"kind": None if kind is None else JobRefusal(kind)}
-                self.known[row["changes"]] = EvaluatedJob(**found)
-        except (ValueError, KeyError, TypeError):
+                self.known[row["changes"]] = found = msgspec.convert(row["found"], EvaluatedJob)
+                timed = None not in (found.iteration_s, found.least_bytes)
+                same = same and asdict(found) == row["found"] and (timed or found.kind is not None)
+        except (ValueError, KeyError, TypeError, RecursionError):
             same = False
         if not same:
-            message = "a journal of another job, file of it, space, hardware or version of piper-sim"
+            message = "a journal of another job, file of it, space, hardware or version of piper-sim, or damaged"
             fix = "another file, or remove this one"
             raise PiperError(ErrorKind.USAGE, message, file=self.path, key="--journal", suggestion=fix)
 
     def add(self, one: BoundedJob, found: EvaluatedJob) -> None:
         """Keep one more. Raises PiperError (io): it cannot be written."""
         if self.path and self.known.get(_key(one)) != found:
-            try:
-                with Path(self.path).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"changes": _key(one), "found": asdict(found)}) + "\n")
-            except OSError as e:
-                raise PiperError(ErrorKind.IO, str(e), file=self.path, key="--journal") from None
+            with writing(Path(self.path), "--journal"), Path(self.path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"changes": _key(one), "found": asdict(found)}) + "\n")
 
     def of(self, one: BoundedJob, front: Front) -> EvaluatedJob | None:
         """What is known of one. Whose allocators were not asked, as it was beaten, is known only while it is: another

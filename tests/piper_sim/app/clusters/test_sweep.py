@@ -1,6 +1,7 @@
 """`piper-sim sweep`: rows are what `simulate` says, and none is simulated twice."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,34 @@ def test_a_file_that_no_sweep_wrote_is_replaced_only_by_force(
     assert cli(*line, "--force").code == 0
     assert {f.name for f in (tmp_path / "out").iterdir()} == {sweep.KEPT, "rows.parquet", name}
     assert cli(*line).code == 0  # and now it is a sweep's
+
+
+DAMAGED: list[Callable[[dict[str, Any]], object]] = [
+    lambda row: row.update(found=5),
+    lambda row: row["found"].pop("fits"),
+    lambda row: row["found"].pop("iteration_s"),
+    lambda row: row["found"].update(fits={}),
+    lambda row: row["found"].update(iteration_s="0.1"),
+    lambda row: row["found"].update(iteration_s=float("nan")),
+    lambda row: row["found"].update(reason=-1),
+    lambda row: row.update(key=[]),
+]
+
+
+@pytest.mark.parametrize("change", DAMAGED)
+def test_a_damaged_row_is_refused_by_its_file(
+    change: Callable[..., object], cli: Any, job: str, tmp_path: Path
+) -> None:
+    line = ("sweep", job, "--try", "parallel.pp=[1, 2]", "--out", str(tmp_path / "out"))
+    whole, kept = cli(*line).json, tmp_path / "out" / sweep.KEPT
+    first, second = kept.read_text().splitlines(keepends=True)
+    row = json.loads(second)
+    change(row)
+    kept.write_text(first + json.dumps(row) + "\n")
+    done = cli(*line)
+    assert (done.code, done.error["file"]) == (2, str(kept)) and "--force" in done.error["suggestion"]
+    assert cli(*line, "--force").json == whole == cli(*line).json
+    assert kept.read_text() == first + second
 
 
 @pytest.mark.parametrize(("holes", "last"), [(2**40, b"\n"), (0, b"\nhalf a row")])

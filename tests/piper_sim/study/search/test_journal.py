@@ -127,6 +127,31 @@ def test_a_file_that_is_no_journal_of_this_space_is_left_as_it_is(text: str, tmp
     assert path.read_text() == text
 
 
+DAMAGED: list[Callable[[dict[str, Any]], object]] = [
+    lambda row: row["found"].update(iteration_s=None),
+    lambda row: row["found"].update(iteration_s="0.1"),
+    lambda row: row["found"].update(iteration_s=True),
+    lambda row: row["found"].update(least_bytes="illegal"),
+    lambda row: row["found"].update(device_bytes=1.5),
+    lambda row: row["found"].update(kind="other"),
+    lambda row: row["found"].pop("kind"),
+    lambda row: row.update(found=5),
+]
+
+
+@pytest.mark.parametrize("change", DAMAGED)
+def test_a_damaged_line_is_refused_and_left_as_it_is(change: Callable[..., object], tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    whole = search(small(), journal=str(path))
+    assert search(small(), journal=str(path)).best == whole.best
+    head, first, *rest = path.read_text().splitlines(keepends=True)
+    row = json.loads(first)
+    change(row)
+    path.write_text(text := "".join([head, json.dumps(row) + "\n", *rest]))
+    error = refusal(search, small(), journal=str(path), match="of another job")
+    assert error.file == str(path) and path.read_text() == text
+
+
 def test_a_journal_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     refusal(search, small(), journal=str(tmp_path / "pipe"), match="not a regular file")
