@@ -48,6 +48,7 @@ from ir.trace.trace import Trace
 from ir.verify import check_plan
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class RankParser(argparse.ArgumentParser):
@@ -102,8 +103,10 @@ class TorchrunRank:
         if rank >= world:
             fix = f"RANK of 0 to {world - 1}"
             raise PiperError(ErrorKind.USAGE, f"rank {rank} of {world}", key="RANK", allowed=fix, suggestion=fix)
-        local = {name: _counted(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
-        _counted("MASTER_PORT")
+        local = {name: _counted(name) for name in LOCAL if name in os.environ}
+        if not 0 < (port := _counted("MASTER_PORT")) < 2**16:  # of 0 the system makes a port that nobody is told
+            fix = "MASTER_PORT = 29500"
+            raise PiperError(ErrorKind.USAGE, f"port {port}", key="MASTER_PORT", allowed="1 to 65535", suggestion=fix)
         return cls(rank, world, local.get("LOCAL_RANK", rank))
 
 
@@ -114,6 +117,14 @@ def _counted(name: str) -> int:
         fix = f"{name} as torchrun sets it"
         raise PiperError(ErrorKind.USAGE, f"{text!r} is no number", key=name, allowed="0, 1, 2 …", suggestion=fix)
     return int(text)
+
+
+def port_taken(error: Exception) -> PiperError | None:
+    """That another process listens where rank 0 is to, if that is what went wrong."""
+    if "address already in use" not in str(error).lower():
+        return None
+    message, fix = f"another process listens at port {os.environ['MASTER_PORT']}", "another MASTER_PORT, for all ranks"
+    return PiperError(ErrorKind.RANK_FAILED, message, key="MASTER_PORT", allowed="a free port", suggestion=fix)
 
 
 def printed(found: Mapping[str, Any]) -> None:
@@ -135,8 +146,10 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
             if options.out is not None:
                 folder_for(options.out)
     except PiperError as error:
-        if os.environ.get("RANK", "0") == "0" or error.key == "RANK":
+        if error.key == "RANK" or not os.environ.get("RANK", "").strip().strip("0"):
             report(error)
+        elif error.key in ("torchrun", *NEEDED, *LOCAL):  # what rank 0 need not have met
+            print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return error.kind.exit_code
     torch.set_num_threads(1)
     try:
@@ -146,7 +159,8 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
             except (RuntimeError, TimeoutError, ValueError) as error:  # rank 0 has refused the job, or is gone
                 if place.rank == 0:
                     fix = "start the launcher on every node; see that each reaches MASTER_ADDR:MASTER_PORT"
-                    report(PiperError(ErrorKind.RANK_FAILED, f"rank 0 met nobody: {error}", suggestion=fix))
+                    alone = PiperError(ErrorKind.RANK_FAILED, f"rank 0 met nobody: {error}", suggestion=fix)
+                    report(port_taken(error) or alone)
                 else:
                     print(f"error: rank {place.rank} was told nothing to run: {error}", file=sys.stderr, flush=True)
                 return ErrorKind.RANK_FAILED.exit_code

@@ -28,7 +28,7 @@ from executor.device.progress import RankProgress
 from executor.launch.launch import launch
 from executor.launch.run import RANK, check, gathered
 from executor.launch.store import clocks, meeting, put, take
-from executor.launch.torchrun import TorchrunRank
+from executor.launch.torchrun import TorchrunRank, port_taken
 from executor.launch.watch.sights import host
 from executor.launch.watch.verdict import RankFailed
 from executor.launch.watch.watchdog import FAILED, GONE_S, STARTUP_S, RankWatchdog
@@ -79,7 +79,8 @@ class AllocationRanks(MachineRanks):
             who = f"not all ranks came to {at}" if kept is None else f"{numbered(absent)} did not come"
             fix = f"start the launcher on every node; see that each can reach {at}"
             message, may = f"{who} in {patience_s:.0f} s", f"{place.world} ranks"
-            raise PiperError(ErrorKind.RANK_FAILED, message, allowed=may, suggestion=fix) from error
+            absence = PiperError(ErrorKind.RANK_FAILED, message, allowed=may, suggestion=fix)
+            raise port_taken(error) or absence from error
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 

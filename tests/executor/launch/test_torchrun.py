@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,12 @@ from executor.launch.watch.sights import host
 from executor.launch.watch.verdict import RankFailed
 from executor.transport.base import TransportError
 from ir.trace.trace import Trace
+from piper_sim.app.doctor.ranks import AllocationRanks
 from tests.executor.launch.events import until
 from tests.executor.launch.processes import agent, free_port, gone, objects, pids, python
 from tests.executor.launch.test_run_failure import when_stepping
 from tests.executor.runs import job_file, run
+from tests.refusals import refusal
 
 
 def test_two_agents_train_as_one_process_would_and_only_rank_0_speaks(tmp_path: Path) -> None:
@@ -124,8 +127,10 @@ def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("RANK", "x"), ("RANK", "2"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "http")]
-)
+    ("name", "text"),
+    [("RANK", "x"), ("RANK", "2"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "http"),
+     ("MASTER_PORT", "0"), ("MASTER_PORT", "70000")],
+)  # fmt: skip
 def test_a_launcher_s_variables_that_are_no_numbers_are_refused_by_name(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +140,45 @@ def test_a_launcher_s_variables_that_are_no_numbers_are_refused_by_name(
     assert main([str(job_file(tmp_path))]) == 2
     (found,) = objects(capsys.readouterr().out)
     assert (found["error"]["kind"], found["error"]["key"]) == ("usage", name)
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "text", "out", "err"),
+    [
+        ("1", "LOCAL_RANK", "x", 0, "rank 1: LOCAL_RANK: 'x' is no number"),
+        ("1", "MASTER_PORT", "", 0, "rank 1: MASTER_PORT: '' is no number"),
+        (" 00", "WORLD_SIZE", "3", 1, "3 processes for a job of 2 ranks"),
+        ("1", "WORLD_SIZE", "2", 0, "told nothing to run"),  # what is wrong with the job is rank 0's to say
+    ],
+)
+def test_a_rank_that_cannot_even_meet_the_others_says_why(
+    rank: str, name: str, text: str, out: int, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+    for variable, value in (told | {name: text, "RANK": rank}).items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(torchrun, "joined", _raises(TimeoutError("nobody")))
+    assert main([str(job_file(tmp_path))]) in (2, 4)
+    said = capsys.readouterr()
+    assert len(objects(said.out)) == out and err in said.err
+
+
+def test_a_port_that_another_has_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        assert main([str(job_file(tmp_path))]) == 4
+        doctor = refusal(AllocationRanks.meet)
+    (found,) = objects(capsys.readouterr().out)
+    for error in (found["error"], doctor.to_dict()):
+        assert (error["kind"], error["key"]) == ("rank_failed", "MASTER_PORT")
+        assert f"listens at port {port}" in error["message"] and "another MASTER_PORT" in error["suggestion"]
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_anybody_meets(
