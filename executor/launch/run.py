@@ -27,7 +27,7 @@ from executor.launch.step_log import loss_of, norm_of_ranks, told_steps
 from executor.parallel.stragglers import slowest
 from executor.runtime.given import given_text
 from executor.runtime.spec import PlanRun, taken
-from executor.runtime.target import Target
+from executor.runtime.target import Target, write_whole
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.files import finite, writing
 from ir.job import load_job
@@ -66,7 +66,7 @@ def run(
     told: list[Callable[[dict[str, Any]], None]] = [tell] if tell is not None else []
     if options.out is not None and options.real:
         folder_for(options.out)
-        (options.out / LOG).unlink(missing_ok=True)  # of a run before; the first step makes it
+        _begin(options.out / LOG, found.first)
         told.append(partial(_append, options.out / LOG))
     with told_steps(prepared, options.steps, told) if told else nullcontext() as log:
         results = launch(
@@ -83,6 +83,21 @@ def run(
     if options.out is not None and any(r["routing"] for r in results):
         (options.out / ROUTING).write_text(_routing(results, RankPlacement.of(plan)))
     return gathered(prepared, plan, results)
+
+
+def _begin(log: Path, first: int) -> None:
+    """Of a run before, lines of the steps that this one goes on from stay; without any, the first step makes it."""
+    lines = log.read_text("utf-8", "replace").splitlines(keepends=True) if first and log.is_file() else []
+    kept = "".join(line for line in lines if _is_before(line, first))
+    with writing(log, "--out"):
+        write_whole(log, kept) if kept else log.unlink(missing_ok=True)
+
+
+def _is_before(line: str, first: int) -> bool:
+    """Whether a whole line is of an earlier step than `first`; a kill may have left half of one."""
+    with suppress(ValueError, TypeError, KeyError):
+        return line.endswith("\n") and bool(json.loads(line)["step"] < first)
+    return False
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:

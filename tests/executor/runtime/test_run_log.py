@@ -18,6 +18,7 @@ from executor.runtime.rank import traced_steps, train_rank
 from executor.runtime.worker import RankContext
 from ir.core.errors import PiperError
 from ir.job.load import job_from
+from ir.job.run_options import CheckpointOptions
 from ir.plan.places import RankPlacement
 from ir.trace.text import MAX_ROWS
 from tests.executor.runs import judged, run
@@ -55,6 +56,23 @@ def test_every_evaluation_has_a_line_and_no_other_step_gets_one(tmp_path: Path) 
     assert [x["step"] for x in lines] == [2, 4, 5]
     found = [{"step": x["step"], "loss": x["eval_loss"]} for x in lines if "eval_loss" in x]
     assert found == ran.object["evals"] and [x["step"] for x in found] == [2, 5]
+
+
+def test_a_run_that_goes_on_keeps_the_lines_of_what_it_goes_on_from(tmp_path: Path) -> None:
+    """A kill may have left steps that are not saved, and half a line; a run from the start keeps nothing."""
+    out, sets = tmp_path / "out", ("parallel.pp=1", "run.eval_every=2", "run.eval_source=synthetic")
+    whole = run(*sets, steps=5, out=tmp_path / "whole").object
+    run(*sets, steps=3, out=out, saving=CheckpointOptions(str(tmp_path / "saved"), 2))
+    (tmp_path / "saved" / "step-000003").rename(tmp_path / "lost")
+    log = out / "log.jsonl"
+    with log.open("a") as file:
+        file.write('{"step": 3, "loss')
+    run(*sets, steps=5, out=out, saving=CheckpointOptions(resume=str(tmp_path / "saved")))
+    lines = [json.loads(x) for x in log.read_text().splitlines()]
+    assert [x["step"] for x in lines] == [0, 1, 2, 3, 4] and [x["loss"] for x in lines] == whole["losses"]
+    assert [{"step": x["step"], "loss": x["eval_loss"]} for x in lines if "eval_loss" in x] == whole["evals"]
+    run(*sets, steps=1, out=out)
+    assert [json.loads(x)["step"] for x in log.read_text().splitlines()] == [0]
 
 
 def test_an_evaluation_needs_both_what_and_when() -> None:
