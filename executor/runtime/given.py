@@ -4,6 +4,7 @@ Nobody lowers anything again: the plan is read from its text, which must have th
 ranks of a machine, which are forked behind it. So what runs is the plan that was checked, wherever that came from.
 """
 
+import os
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,12 @@ from ir.workload.setting import KernelStyle
 
 @dataclass(frozen=True)
 class _Given:
-    """job: resolved, with the layers of each stage. schedule: its name in the plan. plan: the text; digest: its own."""
+    """job: resolved, with the layers of each stage, and no file. file: its path, which need not be text. schedule: its
+    name in the plan. plan: the text; digest: its own.
+    """
 
     job: Job
+    file: bytes
     strategy: list[dict[str, Any]]
     schedule: str
     style: KernelStyle
@@ -39,11 +43,11 @@ resolve_types(_Given)
 
 def given_text(prepared: PreparedJob, plan: Plan) -> str:
     """Job and plan as JSON, which `read_given` reads on any machine that has the files the job names."""
-    job, file = prepared.job, str(Path(prepared.job.file).resolve())
+    job, file = prepared.job, os.fsencode(Path(prepared.job.file).resolve())
     parallel = replace(job.parallel, layers=prepared.layers)
-    job = replace(job, parallel=parallel, cluster=replace(job.cluster, nodes=None), file=file)  # as many as dp needs
+    job = replace(job, parallel=parallel, cluster=replace(job.cluster, nodes=None), file="")  # as many as dp needs
     strategy = directives_json(prepared.strategy)
-    given = _Given(job, strategy, prepared.schedule, prepared.style, plan_digest(plan), plan_text(plan))
+    given = _Given(job, file, strategy, prepared.schedule, prepared.style, plan_digest(plan), plan_text(plan))
     return msgspec.json.encode(given).decode()
 
 
@@ -59,7 +63,9 @@ def read_given(path: Path) -> tuple[PreparedJob, Plan]:
     Raises PiperError (illegal_plan): the plan that was read has another digest than the one that was judged.
     """
     given = msgspec.json.decode(path.read_bytes(), type=_Given)
-    made = prepare(given.job, style=given.style, given=parse_strategy(given.strategy))
+    made = prepare(
+        replace(given.job, file=os.fsdecode(given.file)), style=given.style, given=parse_strategy(given.strategy)
+    )
     prepared = replace(made, schedule=given.schedule)
     plan = parse_plan(given.plan, prepared.graph(), str(path))
     if (found := plan_digest(plan)) != given.digest:

@@ -87,7 +87,8 @@ def _files(p: PlannedJob, name: str, args: argparse.Namespace) -> Mapping[str, b
         case "piper-json":
             return {"strategy.json": dumps(directives_json(p.prepared.strategy))}
         case "slurm":
-            return {"job.sbatch": sbatch(p.prepared, args.job, args.sets)}
+            script = sbatch(p.prepared, args.job, args.sets)
+            return {"job.sbatch": script.encode("utf-8", "surrogateescape")}  # a path need not be text
     found = simulated(p)
     match name:
         case "chakra":

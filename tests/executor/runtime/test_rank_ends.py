@@ -145,6 +145,15 @@ def test_ranks_of_one_process_end_together(fail: bool, tmp_path: Path) -> None:
         pen.close()
 
 
+def test_a_job_whose_path_is_no_text_is_given_too(tmp_path: Path) -> None:
+    """A file system of another encoding: Python has its bytes as halves of surrogate pairs, which JSON refuses."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    prepared, plan = judged(folder)
+    (tmp_path / given_name(2)).write_text(given_text(prepared, plan))
+    assert read_given(tmp_path / given_name(2))[0].job.file == str(folder / "job.toml")
+
+
 def test_what_was_given_is_what_is_read_and_another_plan_is_refused(tmp_path: Path) -> None:
     prepared, plan = judged(tmp_path, "parallel.dp=2", "schedule.microbatches=2")
     text, file = given_text(prepared, plan), tmp_path / given_name(1)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -227,6 +228,14 @@ def test_the_command_writes_each_format(
     assert written.num_rows == len(predicted("1f1b").last_step.op)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert export("dataframe", "--force") == 2 and "missing_dependency" in capsys.readouterr().out
+
+
+def test_a_script_names_a_job_whose_path_is_no_text(tmp_path: Path) -> None:
+    """A file system of another encoding: bash opens what Python has opened."""
+    job = tmp_path / os.fsdecode(b"caf\xe9.toml")
+    job.write_text(JOB.format("1f1b"))
+    assert main(["export", str(job), "--to", "slurm", "--out", str(tmp_path)]) == 0
+    assert b"\nJOB='" + os.fsencode(job) + b"'\n" in (tmp_path / "job.sbatch").read_bytes()
 
 
 def test_the_batch_script_says_nodes_rendezvous_signal_and_resume(
