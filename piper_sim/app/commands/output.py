@@ -19,6 +19,7 @@ from piper_sim.report.marks import TraceMarks
 from piper_sim.report.timeline import coloured, text_timeline
 
 PATIENCE_S = 1.0
+WIDEST = 10_000  # columns of a timeline, which is an array
 TRACE_FILES = ("timeline.png", "trace.json.gz", "trace.tsv")
 
 
@@ -52,8 +53,8 @@ def warn_uncorrected(job: Job, command: str) -> None:
 
 
 def width() -> int:
-    """Columns to draw in: the terminal's, or 120 where there is none."""
-    return shutil.get_terminal_size((120, 40)).columns
+    """Columns to draw in: the terminal's, or 120 where there is none; at most `WIDEST`."""
+    return min(shutil.get_terminal_size((120, 40)).columns, WIDEST)
 
 
 def show(renderable: object) -> None:

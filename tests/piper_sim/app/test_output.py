@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from piper_sim.app.cli import main
+
 ROOT = Path(__file__).parents[3]
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]
 TRACE = {"timeline.png", "trace.json.gz", "trace.tsv", "report.html"}
@@ -226,3 +228,11 @@ def test_help_is_quick_and_imports_no_torch(shell: Shell) -> None:
     assert done.returncode == 0
     for heavy in ("torch", "matplotlib", "pandas", "simpy", "numpy"):
         assert f" {heavy}\n" not in done.stderr, heavy
+
+
+def test_a_terminal_as_wide_as_none_is_takes_no_memory(
+    job: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000000000")
+    assert main(["simulate", job()]) == 0
+    assert 1000 < max(map(len, capsys.readouterr().out.splitlines())) <= 10_000
