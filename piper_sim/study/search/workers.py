@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import TracebackType
 
@@ -116,6 +118,18 @@ def loaded() -> None:
     PLANS.most = KEPT_OPS
 
 
+def _begin() -> None:
+    """Make a worker ready, which ends with who searches: of one that is killed it hears nothing, and would wait."""
+    threading.Thread(target=_follow, name="who searches", daemon=True).start()
+    loaded()
+
+
+def _follow() -> None:
+    if (searching := parent_process()) is not None:
+        searching.join()
+        os._exit(1)
+
+
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
     """A process begun in here never sees it, though a terminal sends it to all: who searches hears and ends them."""
@@ -141,7 +155,7 @@ class JobWorkers:
         check: JobCheck | None = None,
     ) -> None:
         self.count, self.hardware, self.limit_GiB, self.journal, self.check = count, hardware, limit_GiB, journal, check
-        self.pool = ProcessPoolExecutor(count, get_context("spawn"), loaded) if count > 1 else None
+        self.pool = ProcessPoolExecutor(count, get_context("spawn"), _begin) if count > 1 else None
         self.collected, self.kept = gc.get_threshold(), PLANS.most
 
     def __enter__(self) -> JobWorkers:

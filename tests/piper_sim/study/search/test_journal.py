@@ -19,6 +19,7 @@ from piper_sim.study import inputs
 from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, full
 from piper_sim.study.search.workers import JobJournal
+from tests.executor.launch.processes import python
 from tests.piper_sim.study.search.test_search import small
 from tests.refusals import refusal
 
@@ -69,6 +70,28 @@ def test_ctrl_c_reaches_the_process_that_searches_alone(monkeypatch: pytest.Monk
     search(small(), workers=2)
     managers[0].join()  # who asks for the end of its workers; of two who ask at once one is told nothing
     assert workers[0].exitcode == 0
+
+
+KILLED = """
+import os, signal
+from concurrent.futures import ProcessPoolExecutor
+from piper_sim.study.search import search
+from tests.piper_sim.study.search.test_search import small
+
+def submit(pool, *args, submit=ProcessPoolExecutor.submit):
+    found = submit(pool, *args)
+    found.result()  # the worker is ready, and waits for more
+    print(*pool._processes, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+ProcessPoolExecutor.submit = submit
+search(small(), workers=2)
+"""
+
+
+def test_a_search_that_is_killed_leaves_no_worker() -> None:
+    done = python("-c", KILLED)  # which reads what workers may write, too, until the last of them has ended
+    assert done.returncode == -signal.SIGKILL and done.stdout, done.stderr
 
 
 def test_workers_that_die_at_the_very_end_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
