@@ -26,12 +26,14 @@ def main(args: argparse.Namespace) -> int:
     stopwatch, executor = (None, None) if asked.imports else _tools()
     with progress(f"reading what {args.job} takes" if asked.imports else f"measuring what {args.job} takes"):
         found = calibrate(job, args.sets, asked, stopwatch, executor)
+    told = found.object(None if args.out is None else str(Path(args.out) / FILE))
+    if not args.json:  # whatever becomes of the file
+        _show(found, told)
     write(args.out, {FILE: profile_text(found.profile)}, args.force)
-    path = None if args.out is None else str(Path(args.out) / FILE)
     if args.json:
-        print_json(found.object(path))
+        print_json(told)
     else:
-        _show(found, found.object(path), args.job)
+        _show_use(told["profile"], args.job)
     return 0
 
 
@@ -89,8 +91,8 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
     return tuple(int(v) for v in values)
 
 
-def _show(c: ProfileResult, found: dict[str, Any], job: str) -> None:
-    """What people read. job: the file."""
+def _show(c: ProfileResult, found: dict[str, Any]) -> None:
+    """What people read."""
     if found["curves"]:
         heads = ("message", "latency", "GB/s", "knees at", "fit error")
         show_table(heads, _curve_rows(found["curves"]), left=heads[:1])
@@ -106,7 +108,10 @@ def _show(c: ProfileResult, found: dict[str, Any], job: str) -> None:
     if missing := found["missing"]:
         more = f" and {len(missing) - MOST} more" if len(missing) > MOST else ""
         print(f"not measured, hence modelled: {', '.join(missing[:MOST])}{more}")
-    where = found["profile"]
+
+
+def _show_use(where: str | None, job: str) -> None:
+    """Where the profile is, and what to do with it. job: the file."""
     print(f"written to {where}" if where else "not written anywhere: --out DIR keeps it")
     if where:
         there = os.path.relpath(where, Path(job).parent)

@@ -1,6 +1,8 @@
 """`piper-sim calibrate` where nothing is measured: imports, one laid over another, and a machine without PyTorch."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,21 @@ def test_without_torch_measuring_says_how_to_install_it(cli: Any, job: Any, no_t
     result = cli("calibrate", job())
     assert result.code == 2 and result.error["kind"] == "missing_dependency"
     assert result.error["message"] == "calibrate needs PyTorch" and "piper-sim[exec]" in result.error["suggestion"]
+
+
+def test_what_was_measured_is_said_though_the_disk_is_full(
+    cli: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring takes minutes; its folder could be written to when it began."""
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    line = "calibrate", job(), "--from-nccl-tests", files(tmp_path)[0], "--out", tmp_path / "p"
+    result = cli(*line, as_json=False)
+    assert result.code == 2 and "No space left" in result.err
+    assert "of this job's step: " in result.out and "written" not in result.out
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
