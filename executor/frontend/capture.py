@@ -225,12 +225,14 @@ def _width(name: str, found: Sequence[tuple[str, PartMeasure]], batch: tuple[int
 
 
 def _vocabulary(model: Model, first: nn.Module, hidden: int) -> int:
-    """Rows of the first chunk's embedding, or of what looks like one, as far as there are logits of them; 1 where
-    nothing does.
+    """Rows of the tables that the ids are looked up in, or of the first chunk's embedding, or of what looks like one,
+    as far as there are logits of them; 1 where nothing does.
     """
+    known = model.rows if isinstance(model, UserModel) else ()
     whole = model.module if isinstance(model, UserModel) else first  # what is exported has no modules
     held = {id(p) for p in first.parameters()}
-    tables = [m.num_embeddings for m in whole.modules() if isinstance(m, nn.Embedding) and id(m.weight) in held]
+    tables = [min(known)] if known else []
+    tables += [m.num_embeddings for m in whole.modules() if isinstance(m, nn.Embedding) and id(m.weight) in held]
     tables += [p.shape[0] for p in first.parameters() if p.dim() == 2 and p.shape[1] == hidden]
     words = model.vocabulary if isinstance(model, UserModel) else None
     return min(tables[0], words or tables[0]) if tables else 1

@@ -70,9 +70,11 @@ class ChunkedModel:
     partly: frozenset[int] = frozenset()  # parameters, by id, of whose gradient each tensor-parallel rank has a part
     wants_draws: frozenset[str] = frozenset()  # those that drop out
     idle: frozenset[int] = frozenset()  # parameters, by id, that no gradient reaches
+    unread: frozenset[int] = frozenset()  # parameters, by id, that nothing is made of which forward returns
     loss: str = ""  # a number that forward returns beside the logits
     some_words: bool = False  # each tensor-parallel rank has the logits of its own words
     vocabulary: int | None = None  # of how many words there are logits; None where code runs as it stands
+    tables: frozenset[str] = frozenset()  # parameters whose rows are chosen by the token ids
 
 
 class _Tracer(fx.Tracer):

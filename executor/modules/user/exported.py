@@ -26,7 +26,7 @@ from executor.modules.user.divided.regions import NONE, parts_of, regions
 from executor.modules.user.divided.sequence import FIX, KEY, share_between, tokens_between
 from executor.modules.user.divided.shared import pairs_of
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
-from executor.modules.user.divided.words import keep_words
+from executor.modules.user.divided.words import keep_words, tables_of
 from executor.modules.user.rewrites.attention import flag_causal, widen_values
 from executor.modules.user.rewrites.dropout import ValuesOfRank, reseed
 from executor.modules.user.rewrites.own_functions import call_functions, functions_kept, is_own
@@ -40,7 +40,7 @@ from executor.modules.user.watched import (
     refuse_hidden_writes,
     refuse_unseen,
 )
-from executor.modules.user.writes import reaching, storages, written
+from executor.modules.user.writes import made_of, reaching, storages, written
 from executor.parallel.divided_reads import Places, places
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, nearest
@@ -90,8 +90,8 @@ def export_cut(
     _check_tags(module, tags)
     before = copy_of(module) if region.divides > 1 else module  # what the call for all tokens notes is not in it
     with _blaming("as tp divides it", "model.tp_plan", TOGETHER, whole is not None):
-        root, graph, loss = _of_all(module, size, length, region.tp.index)
-    vocabulary = [*graph.nodes][-1].all_input_nodes[0].meta["val"].shape[-1]
+        root, graph, loss, unread = _of_all(module, size, length, region.tp.index)
+    vocabulary, tables = [*graph.nodes][-1].all_input_nodes[0].meta["val"].shape[-1], tables_of(graph)
     some, few = _of_ranks(before, size, length, region, seed)
     parts = {} if whole is None else parts_of(root, whole, divided_modules(module))
     flag_causal(root)
@@ -116,11 +116,16 @@ def export_cut(
     idle = _idle(module, graph)
     pack_seams(module, graph, at, (size, length // region.divides))
     found = cut_at(module, root, graph, at, layers)
-    return replace(found, partly=partly, idle=idle, loss=loss, some_words=words is not None, vocabulary=vocabulary)
+    found = replace(found, partly=partly, idle=idle, unread=unread, loss=loss)
+    return replace(found, some_words=words is not None, vocabulary=vocabulary, tables=tables)
 
 
-def _of_all(module: nn.Module, size: int, length: int, index: int) -> tuple[fx.GraphModule, fx.Graph, str]:
-    """Forward as a graph, which repeats exactly; and the number that it returns beside the logits, if it does."""
+def _of_all(
+    module: nn.Module, size: int, length: int, index: int
+) -> tuple[fx.GraphModule, fx.Graph, str, frozenset[int]]:
+    """Forward as a graph, which repeats exactly; the number that it returns beside the logits, if it does; and what it
+    makes nothing of that it returns.
+    """
     root, assigned = _once(module, size, length, index)
     if assigned:
         count_on(assigned)
@@ -128,7 +133,8 @@ def _of_all(module: nn.Module, size: int, length: int, index: int) -> tuple[fx.G
         refuse_counter(assigned, root.graph, again.graph)
     refuse_hidden_writes(root)
     refuse_unseen(root)
-    return root, *_tidied(module, root, (size, length))
+    unread = _unread(module, root.graph)
+    return root, *_tidied(module, root, (size, length)), unread
 
 
 def _of_ranks(
@@ -191,6 +197,14 @@ def _idle(module: nn.Module, graph: fx.Graph) -> frozenset[int]:
     found, params = reaching(result.all_input_nodes[0], nodes), dict(module.named_parameters(remove_duplicate=False))
     held = [n for n in nodes if n.op == "get_attr" and n.target in params]
     return frozenset(id(params[n.target]) for n in held) - {id(params[n.target]) for n in held if n in found}
+
+
+def _unread(module: nn.Module, graph: fx.Graph) -> frozenset[int]:
+    """Parameters, by id, of which nothing is made that the whole graph returns: no loss of that could train them."""
+    *nodes, result = graph.nodes
+    read = {n.target for n in made_of([result], nodes) if n.op == "get_attr"}
+    params = dict(module.named_parameters(remove_duplicate=False))
+    return frozenset(map(id, params.values())) - {id(p) for name, p in params.items() if name in read}
 
 
 def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:

@@ -113,7 +113,6 @@ class UserModel:
         self._stacked = {id(p): shard for part in experts for p in part.parameters()}
         every = {id(p): n for n, p in self.module.named_parameters()}
         self._names = {i: n for i, n in every.items() if n in self.shapes}
-        refuse_untrained(self.shapes)
         held = {k: self.dims[n] for k, n in every.items() if n in self.dims}
         self._fresh = copy_of(self.module) if tags else self.module  # as it is before any call
         with TRACING, host_seeded(seed):
@@ -129,10 +128,13 @@ class UserModel:
         last = {c: "add" if c in self.routed else (parts or {}).get(c, "") for c in self._cut.chunks}
         self._units = {c: f"{c}.{part}" if part else c for c, part in last.items()}
         used = {id(p) for c in self._cut.chunks for m in self._modules(c) for p in m.parameters()}
-        refuse_unread([n for i, n in self._names.items() if i not in used])
+        refuse_unread([n for i, n in self._names.items() if i not in used | self._cut.unread])
+        left = {n: self.shapes.pop(n) for i, n in self._names.items() if i not in used}  # as torch leaves it
+        self._names = {i: n for i, n in self._names.items() if i in used}
+        refuse_untrained(self.shapes)
         self._frozen = {i: n for i, n in every.items() if n in frozen and i in used}
         self.frozen = {n: frozen[n] for n in self._frozen.values()}
-        self._given = None if values is None else self._weights(values, frozen)
+        self._given = None if values is None else self._weights(values, frozen, left)
 
     @cached_property
     def idle(self) -> tuple[str, ...]:
@@ -168,6 +170,13 @@ class UserModel:
     def vocabulary(self) -> int | None:
         """Of how many words there are logits, where its graph says it."""
         return self._cut.vocabulary
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of each table that token ids are looked up in, as far as its graph says it."""
+        named, params = self._names | self._frozen, dict(self.module.named_parameters(remove_duplicate=False))
+        found = {named[id(params[n])] for n in self._cut.tables if n in params}
+        return tuple((self.shapes.get(n) or self.frozen[n])[0] for n in sorted(found))
 
     @property
     def reads_tokens(self) -> frozenset[str]:
@@ -252,9 +261,11 @@ class UserModel:
         if self._given is not None:
             self._given.fill(*parts)
 
-    def _weights(self, files: HubCheckpoint, frozen: Mapping[str, tuple[int, ...]]) -> UserModelWeights:
-        """frozen: also what nobody reads, which files may have."""
-        named, every = self._names | self._frozen, {**self.shapes, **frozen}
+    def _weights(
+        self, files: HubCheckpoint, frozen: Mapping[str, tuple[int, ...]], left: Mapping[str, tuple[int, ...]]
+    ) -> UserModelWeights:
+        """frozen: also what nobody reads, which files may have, as they may what is left: unread, but not frozen."""
+        named, every = self._names | self._frozen, {**self.shapes, **frozen, **left}
         sizes = {n: every[n] for n, _ in self.module.named_parameters()}  # in its order
         cuts, tp, buffers = dict[str, tuple[ShardCut, ...]](), self._region.tp, saved_buffers(self.module, files)
         for i, name in named.items():

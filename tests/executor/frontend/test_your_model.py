@@ -253,6 +253,29 @@ class Padded(nn.Module):
         return x @ self.embed.weight[:9].T
 
 
+class Kinds(Padded):
+    """A table of two kinds of tokens ahead of that of words, and one of places, which is longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        words, self.embed = self.embed, nn.Embedding(2, 4)
+        self.places, self.words, self.head = nn.Embedding(20, 4), words, nn.Linear(4, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of more than there are words."""
+        x = self.embed((ids > 3).long()) + self.places(torch.arange(ids.shape[1]))
+        x = x + self.words(torch.cat((ids[:, :1], ids[:, 1:]), 1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_words_are_those_of_the_table_that_ids_are_looked_up_in() -> None:
+    given: dict[str, Any] = {"batch": (1, 3), "dtype": DType.FP32, "tags": {"PP": "layers.*"}}
+    assert capture(Kinds(), **given)["vocab"] == 12
+    assert capture(Kinds(), **given, tp=2, tp_plan={"words": "embedding_rowwise"})["vocab"] == 12
+
+
 def test_a_run_draws_and_takes_tokens_that_there_are_logits_of() -> None:
     given: dict[str, Any] = {"batch": (1, 3), "dtype": DType.FP32, "tags": {"PP": "layers.*"}}
     assert capture(Padded(), **given)["vocab"] == 9

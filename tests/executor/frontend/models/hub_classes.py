@@ -85,6 +85,21 @@ def deepseek_v3() -> nn.Module:
     return _made("DeepseekV3ForCausalLM", "DeepseekV3Config", {**sizes, **heads, **routed, **more})
 
 
+def bart() -> nn.Module:
+    """A decoder without an encoder: nothing reads its attention to one."""
+    sizes = {"d_model": 16, "decoder_layers": 3, "decoder_ffn_dim": 32, "decoder_attention_heads": 4}
+    ends = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    drops = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "decoder_layerdrop"), 0.0)
+    return _made("BartForCausalLM", "BartConfig", {**sizes, **ends, **drops, "max_position_embeddings": 16})
+
+
+def cpmant() -> nn.Module:
+    """Its first table is of kinds of tokens, of which there are fewer than words."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_attention_heads": 4, "dim_head": 4, "dim_ff": 32}
+    kinds = {"prompt_length": 2, "prompt_types": 4, "segment_types": 4, "num_hidden_layers": 3}
+    return _made("CpmAntForCausalLM", "CpmAntConfig", {**sizes, **kinds, "dropout_p": 0.0})
+
+
 def _indexed(name: str, config: str, **more: Any) -> nn.Module:
     """Latent attention, an indexer, a dense layer and experts."""
     sizes = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}
@@ -170,4 +185,5 @@ LAYERS |= dict.fromkeys(("nemotron_h", "qwen3_next"), "inner.model.layers.*")
 EXPERTS_OF = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_5", "deepseek_v4")
 LAYERS |= dict.fromkeys(EXPERTS_OF, "model.layers.*")
 EP = {"PP": "model.layers.*", "EP": "model.layers.*.mlp.experts"}
+LAYERS |= {"bart": "model.decoder.layers.*", "cpmant": "cpmant.encoder.layers.*"}
 LAYERS |= {"gpt2": "transformer.h.*", "gpt2_drops": "transformer.h.*", "Both": "t5.*coder.block.*"}
