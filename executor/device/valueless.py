@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map
@@ -17,6 +19,7 @@ from executor.device.memory import OpWatch, tensors_of
 from ir.core.errors import ErrorKind, PiperError
 
 _NEW = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")  # of sizes, not of values
+_TRUNCATED = "_no_grad_trunc_normal_"
 
 
 class ValuelessModel(OpWatch):
@@ -113,6 +116,17 @@ def _registered(module: nn.Module, name: str, param: Tensor | None) -> None:
 
 
 register_module_parameter_registration_hook(_registered)  # once: threads that make modules walk through torch's table
+
+
+def _truncated(plain: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`trunc_normal_`, which draws until it sees none outside of its bounds; where nothing is drawn there is none."""
+    mode: ValuelessModel | None = getattr(_BUILDS, "mode", None)
+    blank = isinstance(tensor, FakeTensor) or (mode is not None and mode.without(tensor))
+    return tensor if blank else plain(tensor, *args, **kwargs)
+
+
+if _TRUNCATED in vars(nn.init):  # which classes have by other names of the function that calls it
+    vars(nn.init)[_TRUNCATED] = partial(_truncated, vars(nn.init)[_TRUNCATED])
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

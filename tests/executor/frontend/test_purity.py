@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
+from executor.device.valueless import ValuelessModel
 from executor.frontend.measure import without_values
 from executor.modules.user.annotate import annotate
 from executor.modules.user.model import UserModel
@@ -238,3 +239,17 @@ def test_a_build_that_asks_for_values_is_refused_where_there_are_none() -> None:
         with pytest.raises(PiperError, match=r"build\(\) asks for values \(aten.allclose") as info:
             UserModel(lambda: build(True), dtype=None, tags=TAGS, batch=(2, 3))
     assert "use_trivialization=False" in str(info.value.suggestion)
+
+
+def test_bounds_of_what_is_drawn_ask_for_no_values_where_there_are_none() -> None:
+    def build() -> Net:
+        net = Net(lambda m, x: x)
+        nn.init.trunc_normal_(net.layer.linear.weight, std=0.5, a=-0.25, b=0.25)
+        return net
+
+    with without_values():
+        UserModel(build, dtype=None, tags=TAGS, batch=(2, 3))
+    with ValuelessModel().building() as mode:
+        assert mode.without(build().layer.linear.weight)
+    drawn = build().layer.linear.weight
+    assert 0.0 < drawn.abs().max() <= 0.25 and drawn.std() > 0.05
