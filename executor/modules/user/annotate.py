@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
+from executor.modules.user.writes import ancestors, made_once
 from ir.core.errors import ErrorKind, PiperError
 
 SEAM = "PP"
@@ -232,8 +233,8 @@ def chunk_of(graph: fx.Graph, at: At) -> dict[fx.Node, str]:
 
 
 def made_again(module: nn.Module, graph: fx.Graph, inputs: Collection[fx.Node] | None = None) -> set[fx.Node]:
-    """What needs neither weights nor activations: made again wherever it is read. inputs: of what it may be made, too;
-    None: of all.
+    """What needs neither weights nor activations: made again wherever it is read, but for what is `made_once`. inputs:
+    of what it may be made, too; None: of all.
     """
     params = {n for n, _ in module.named_parameters(remove_duplicate=False)}
     free: set[fx.Node] = set()
@@ -245,7 +246,7 @@ def made_again(module: nn.Module, graph: fx.Graph, inputs: Collection[fx.Node] |
         )
         if not owns and all(i in free for i in n.all_input_nodes):
             free.add(n)
-    return free
+    return free - made_once(free, graph.nodes)
 
 
 def _crossing(graph: fx.Graph, names: dict[fx.Node, str], rank: dict[str, int], free: set[fx.Node], i: int) -> fx.Node:
@@ -269,17 +270,6 @@ def _subgraph(nodes: list[fx.Node], value: fx.Node, outer: dict[fx.Node, str], o
     seen = ancestors((i for n in nodes for i in n.all_input_nodes), {value})
     read = {node: name for node, name in outer.items() if node in seen}
     return copied({value: "x", **read}, nodes, out), set(read.values())
-
-
-def ancestors(ends: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """These nodes and all that they are made of, as far as it is not known."""
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        if (node := stack.pop()) not in seen and node not in known:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return seen
 
 
 def copied(inputs: Mapping[fx.Node, str], nodes: Iterable[fx.Node], out: Any) -> fx.Graph:

@@ -2,12 +2,21 @@
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from executor.modules.user.annotate import ancestors
+
+def ancestors(ends: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """These nodes and all that they are made of, as far as it is not known."""
+    seen: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        if (node := stack.pop()) not in seen and node not in known:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return seen
 
 
 def written(node: fx.Node) -> list[fx.Node]:
@@ -79,10 +88,33 @@ def _part_of(node: fx.Node, known: Collection[fx.Node]) -> bool:
 
 def unlike(free: Collection[fx.Node], nodes: Collection[fx.Node]) -> set[fx.Node]:
     """Of what could be made again, what is written by what could not; views of that, and all that is made of them."""
-    base, out = storages(nodes), set[fx.Node]()
-    touched = {base[t] for n in nodes if n not in free for t in written(n)}
-    for node in nodes:
-        if node in free and (base[node] in touched or not out.isdisjoint(node.all_input_nodes)):
+    base = storages(nodes)
+    return _on(_touched(base, (n for n in nodes if n not in free)), base, free)
+
+
+def made_once(free: Collection[fx.Node], nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Of what could be made again, what no reader gets so: writes that others' stand between, or that are read behind
+    by another name (a table of positions that is written to, and read); views of that, and all that is made of them.
+    """
+    base, order = storages(nodes), {node: k for k, node in enumerate(nodes)}
+    writes = [n for n in nodes if n in free and written(n)]
+    roots = _touched(base, writes) & _touched(base, (n for n in nodes if n not in free))
+    for node in writes:
+        ahead = [n for n, r in base.items() if r in _touched(base, [node]) and order[n] < order[node]]
+        if any(order[u] > order[node] for n in ahead for u in n.users):
+            roots |= _touched(base, [node])
+    return _on(roots, base, free) if roots else set()
+
+
+def _touched(base: Mapping[fx.Node, fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The storages that these write to."""
+    return {base[t] for n in nodes for t in written(n)}
+
+
+def _on(roots: Collection[fx.Node], base: Mapping[fx.Node, fx.Node], free: Collection[fx.Node]) -> set[fx.Node]:
+    out = set[fx.Node]()
+    for node, root in base.items():
+        if node in free and (root in roots or not out.isdisjoint(node.all_input_nodes)):
             out.add(node)
     return out
 

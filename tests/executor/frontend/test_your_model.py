@@ -297,3 +297,43 @@ def test_chunks_are_the_module_bit_for_bit(twist: str) -> None:
         x = chunk(x)
     assert torch.equal(x, net(ids)[0][0]) and not cut.wants_ids
     assert {id(p) for c in cut.chunks.values() for p in c.parameters()} == {id(p) for p in net.parameters()}
+
+
+class Filled(nn.Linear):
+    """A result that is filled by zeros first, then by what is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (sequences, tokens, features)."""
+        made = torch.ones(x.shape)
+        made[..., :2] = torch.zeros(*x.shape[:2], 2)
+        made[..., 1:] = super().forward(x)[..., 1:]
+        return made
+
+
+class Written(nn.Module):
+    """Angles, made of sizes, of which some are written over and all are read in each layer (as transformers' Qwen3.5
+    has them).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 4), nn.ModuleList(Filled(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (sequences, tokens)."""
+        x, angles = self.embed(ids), torch.arange(1.0, 9.0).view(2, 1, 4)
+        first = angles[0]
+        first[..., 0::2] = angles[1, ..., 0::2]
+        for layer in self.layers:
+            x = x + layer(x + first.cos())
+        return x
+
+
+def test_what_is_written_to_values_made_of_sizes_is_there_for_whoever_reads_them() -> None:
+    model = UserModel(Written, dtype=None, tags={"PP": "layers.*"}, batch=(2, 3))
+    x = ids = torch.arange(6).view(2, 3)
+    for chunk in export_cut(model.module, {"PP": "layers.*"}, 2, 3).chunks.values():
+        x = chunk(x)
+    assert torch.equal(x, Written.forward(model.module, ids))  # type: ignore[arg-type]
+    model.refuse_training()
+    model.refuse_unlike(9, 1)
