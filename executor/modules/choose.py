@@ -140,7 +140,9 @@ def _users(
     last = prepared.stages - 1
     if far := [e.chunk.name for e in entries if e.chunk.name in model.reads_tokens and e.stage not in (0, last)]:
         message = f"chunk {far[0]} reads the token ids, which only the first and the last stage are given"
-        fix = "carry what is needed in the tensor that crosses the seams"
+        fix = (
+            "parallel.layers, or a pp, by which it is on one of these; or carry it in the tensor that crosses the seams"
+        )
         raise model_error(message, fix, "chunks behind the first that read the ids' shape alone", "model.module")
     return model
 

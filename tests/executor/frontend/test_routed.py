@@ -59,7 +59,8 @@ def test_a_class_with_experts_over_ranks_trains_as_by_plain_torch(name: str, rec
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan", "recompute"), _drawn(24), ids=str)
 def test_classes_with_experts_over_ranks_train_as_by_plain_torch(name: str, plan: Any, recompute: str) -> None:
-    assert 0.0 < hub.far(name, *_sets(plan, recompute)) <= 1e-10
+    still = 'optimizer.no_decay=["*.indexer.*"]'  # no loss reaches what picks keys, and torch leaves it as it is
+    assert 0.0 < hub.far(name, *_sets(plan, recompute), still) <= 1e-10
 
 
 @pytest.mark.slow
