@@ -246,7 +246,7 @@ def made_again(module: nn.Module, graph: fx.Graph, inputs: Collection[fx.Node] |
         )
         if not owns and all(i in free for i in n.all_input_nodes):
             free.add(n)
-    return free - made_once(free, graph.nodes)
+    return free - made_once(free, list(graph.nodes))
 
 
 def _crossing(graph: fx.Graph, names: dict[fx.Node, str], rank: dict[str, int], free: set[fx.Node], i: int) -> fx.Node:
