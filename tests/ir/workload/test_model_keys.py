@@ -235,10 +235,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "sliding_window_pattern": {"layer_types": None},
     "layers_block_type": {"hybrid_override_pattern": None},
     "attention_types": {"attention_layers": None},
-    **{
-        k: {"position_embedding_type": "rope"}
-        for k in ("rope_theta", "rope_parameters", "rope_scaling")
-    },
+    **{k: {"position_embedding_type": "rope"} for k in ("rope_theta", "rope_parameters", "rope_scaling")},
     "partial_rotary_factor": {"position_embedding_type": "rope", "qk_rope_head_dim": None},
     "index_skip_topk_offset": {"indexer_types": None, "index_topk_freq": 4},
     **{f"mamba_{k}": {"hybrid_override_pattern": "M*-E"} for k in ("num_heads", "head_dim", "num_groups", "state_dim")},
