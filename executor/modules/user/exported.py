@@ -113,11 +113,10 @@ def export_cut(
     words = keep_words(graph, region.tp.size)
     if region.tp.size > 1:
         partly = regions(root, at, made_again(module, graph), cut, region, between, words)
-    idle = _idle(module, graph)
+    told: dict[str, Any] = {"partly": partly, "idle": _idle(module, graph), "unread": unread, "loss": loss}
     pack_seams(module, graph, at, (size, length // region.divides))
-    found = cut_at(module, root, graph, at, layers)
-    found = replace(found, partly=partly, idle=idle, unread=unread, loss=loss)
-    return replace(found, some_words=words is not None, vocabulary=vocabulary, tables=tables)
+    told |= {"some_words": words is not None, "vocabulary": vocabulary, "tables": tables}
+    return replace(cut_at(module, root, graph, at, layers), **told)
 
 
 def _of_all(
