@@ -90,16 +90,18 @@ def gemm(line: Line, hw: DeviceHardware) -> float:
 
 
 def attention(line: Line, hw: DeviceHardware) -> float:
-    """Seconds of one pass of causal attention in bf16; forward, and of one width, where a line has no other. By the
-    kernel for this GPU, but where FlashAttention 2 ("flash") was asked for.
+    """Seconds of one pass of causal attention, in bf16 unless a line names a recipe of fp8; forward, and of one width,
+    where a line has no other. By the kernel for this GPU, but where FlashAttention 2 ("flash") was asked for.
     """
     line = {"qk_dim": line.get("head_dim", ""), "v_dim": line.get("head_dim", ""), "pass": "forward", **line}
     batch, heads, few, s, qk, v = ints(line, "batch", "heads", "kv_heads", "seq_len", "qk_dim", "v_dim")
     back, portable = line["pass"] == "backward", line.get("backend") == "flash"
-    hw = structs.replace(hw, software=FrameworkCosts(portable_attention=portable))
-    flops, moved = batch * heads * s * s * (qk + v), 2 * batch * s * (heads + few) * (qk + v)
+    recipe = line.get("fp8_recipe") or hw.fp8_recipe
+    hw = structs.replace(hw, software=FrameworkCosts(portable_attention=portable), fp8_recipe=recipe)
+    dtype = DType.FP8 if line.get("fp8_recipe") else DType.BF16
+    flops, moved = batch * heads * s * s * (qk + v), dtype.bytes * batch * s * (heads + few) * (qk + v)
     whole = (flops * 5 // 2, 2 * moved) if back else (flops, moved)
-    return kernel_seconds(Kernel(KernelKind.ATTENTION, *whole, DType.BF16, (batch, heads, s, s, qk, v)), hw)
+    return kernel_seconds(Kernel(KernelKind.ATTENTION, *whole, dtype, (batch, heads, s, s, qk, v)), hw)
 
 
 def recurrence(line: Line, hw: DeviceHardware) -> float:
@@ -143,7 +145,7 @@ def seconds(line: Line, key: str) -> float:
 KINDS: Mapping[str, tuple[Callable[[Line, DeviceHardware], float], str]] = {
     "gemm": (gemm, "dtype"),
     "attention": (attention, "head_dim"),
-    "sdpa": (attention, "backend pass"),
+    "sdpa": (attention, "backend fp8_recipe pass"),
     "recurrence": (recurrence, "kind pass"),
     "op": (op, "op"),
     "nccl": (collective, "collective"),

@@ -14,6 +14,7 @@ from cost_models.compute.optimizer import LISTS
 from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import RecurrenceKernel
 from cost_models.software.dispatcher import fp8_casts
+from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import FloatArray
 from ir.core.work import (
     CAST,
@@ -127,7 +128,8 @@ def arithmetic_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = Non
     """Seconds of one launch's arithmetic if HBM were free; 0 for memory-bound kinds, whose FLOPs ride along."""
     if kernel.flops <= 0 or kernel.kind is KernelKind.MEMORY:
         return 0.0
-    peak = hw.peak_flops(kernel.dtype)
+    narrow = kernel.kind is KernelKind.ATTENTION and kernel.dtype is DType.FP8
+    peak = hw.peak_flops(DType.BF16 if narrow else kernel.dtype)
     match kernel.kind:
         case KernelKind.GEMM | KernelKind.GROUPED_GEMM:
             shape = kernel.shape
@@ -135,7 +137,7 @@ def arithmetic_seconds(kernel: Kernel, hw: DeviceHardware, sms: int | None = Non
                 shape = (1, *shape)
             share = _gemm_share(shape, kernel, hw, sms or hw.sms)
         case KernelKind.ATTENTION:
-            share = _attention_share(kernel, hw, sms or hw.sms)
+            share = _attention_share(kernel, hw, sms or hw.sms) * (_narrow_attention(kernel, hw) if narrow else 1.0)
     return kernel.flops / (peak * share)
 
 
@@ -221,6 +223,18 @@ def _attention_share(kernel: Kernel, hw: DeviceHardware, sms: int) -> float:
     waves = batch * heads * per_head / sms
     busy = waves / (max(1.0, waves) + a.tail_waves * (1.0 - 1.0 / per_head))
     return min(share, 1.0) * q / (per_head * _Q_TILE) * busy * sms / hw.sms
+
+
+def _narrow_attention(kernel: Kernel, hw: DeviceHardware) -> float:
+    """Rate of an attention kernel in fp8 over its rate in 16 bits. Raises PiperError (hardware): none is known."""
+    if (found := hw.attention.fp8.get(hw.fp8_recipe)) is None:
+        message = f"{hw.name} has no attention in fp8 of the recipe {hw.fp8_recipe}"
+        known = [f'cluster.fp8_recipe = "{x}"' for x in hw.attention.fp8]
+        fix = next(iter(known), "leave precision.attention out")
+        raise PiperError(
+            ErrorKind.HARDWARE, message, key="precision.attention", allowed=["bf16", *known], suggestion=fix
+        )
+    return found[is_backward(kernel)]
 
 
 def _dropped_and_fixed(kernel: Kernel, hw: DeviceHardware) -> float:

@@ -92,7 +92,8 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     leaves of them, forward and backward; 75-85 and 60-70 % of FlashAttention 4's on GB200 (Dao-AILab/flash-attention
     pull request 2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the
     backward rate; portable_fixed: the same of a portable kernel; null: as the other. fixed_dropout: of both rates
-    before dropout, where no usual kernel can do both and another one runs.
+    before dropout, where no usual kernel can do both and another one runs. fp8: recipe -> forward and backward rates in
+    fp8 over those of 16 bits, casts apart; without one there is no such kernel.
     """
 
     forward_efficiency: Share
@@ -107,6 +108,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     fixed: Share = 1.0
     portable_fixed: Share | None = None
     fixed_dropout: tuple[Share, Share] | None = None
+    fp8: dict[Fp8Recipe, tuple[Positive, Positive]] = {}
 
 
 class RecurrenceKernel(msgspec.Struct, frozen=True, kw_only=True):

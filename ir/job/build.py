@@ -142,6 +142,7 @@ def prepare(
             raise job_error("parallel.reshard", "false is not built yet", "leave it out")
         shape = MicrobatchShape(job.schedule.microbatch_size, job.model.seq_len, job.model.encoder_seq_len or 0)
         precision = precision_of(job)
+        _check_attention(config, precision)
         made = given or _schedule(job, times or OpTimes())
         if isinstance(made, DirectiveFile):
             job, made = agree(job, made), with_split(made, job.schedule.microbatches)
@@ -226,7 +227,7 @@ def precision_of(job: Job) -> ModelPrecision:
     given = job.precision
     base = ModelPrecision.of(DType(given.compute), _residual(given))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
-    made = replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
+    made = replace(base, **{k: DType(v) for k, v in named.items() if v is not None}, attention=_attended(job))
     if given.optimizer is None and made.params.bytes > made.optimizer.bytes:
         made = replace(made, optimizer=made.params)
     if given.gather is not None or made.params is made.gather:
@@ -244,6 +245,29 @@ def _residual(given: JobPrecision) -> DType | None:
         message = f"a residual stream in {given.residual} between parts that compute in {own}"
         raise job_error("precision.residual", message, f'precision.residual = "{allowed[-1]}"', ", ".join(allowed))
     return DType(given.residual)
+
+
+def _attended(job: Job) -> DType | None:
+    """The format of attention's products where it is not the activations'. Raises PiperError (job): another than fp8
+    beside products in fp8, or where no kernel of a config's attention is fused.
+    """
+    given, own = job.precision, ModelPrecision.of(DType(job.precision.compute)).activations
+    if given.attention is None or given.attention == own:
+        return None
+    fused = job.model.attention == "flash" and not (job.model.graph or job.model.module)
+    allowed = [own, DType.FP8] if given.compute == DType.FP8 and fused else [own]
+    if given.attention not in allowed:
+        where = f"beside products in {given.compute}" if fused else "where no fused kernel of a config does it"
+        fix = f'precision.attention = "{own}"'
+        raise job_error("precision.attention", f"attention in {given.attention} {where}", fix, ", ".join(allowed))
+    return DType(given.attention)
+
+
+def _check_attention(config: ModelConfig, precision: ModelPrecision) -> None:
+    """Raises PiperError (job): attention in fp8 of a model whose keys are compressed or picked."""
+    if precision.attention is not None and (config.indexer or config.compressed):
+        message, fix = "no kernel is known that reads picked or compressed keys in fp8", "leave precision.attention out"
+        raise job_error("precision.attention", message, fix, str(precision.activations))
 
 
 def _muon(job: Job, captured: CapturedModel | None) -> MuonOptimizer | None:

@@ -282,6 +282,7 @@ class JobPrecision:
     grads, optimizer and reduce are fp32 (fp64 where that is; optimizer also where params is). Gradients travel in
     reduce, whatever grads says. Of ZeRO 1 and 2, whose ranks keep weights whole, and of compiled code gather follows
     params. residual: of the stream that parts add to, and stages send; left out, that of norms and attention.
+    attention: of fused attention's products, fp8 beside `compute` = fp8; left out, that of norms.
     """
 
     compute: NumberFormat = "bf16"
@@ -293,6 +294,7 @@ class JobPrecision:
     grads: NumberFormat | None = None
     optimizer: NumberFormat | None = None
     residual: NumberFormat | None = None
+    attention: NumberFormat | None = None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class ModelPrecision:
     optimizer: of moments and master weights; gather, reduce: of parameters and gradients between replicas. updated: of
     parameters that replicas keep whole and an update of others' sends them (ZeRO-1 and 2); left out, as gathered. No
     kernel feels it, so that a profile's classes do not name it. residual: of the residual stream, where it is wider
-    than the activations.
+    than the activations. attention: of fused attention's products, where it is narrower.
     """
 
     compute: DType = DType.BF16
@@ -62,6 +62,7 @@ class ModelPrecision:
     reduce: DType = DType.FP32
     updated: DType | None = field(default=None, repr=False)
     residual: DType | None = None
+    attention: DType | None = None
 
     def __repr__(self) -> str:
         """What a profile's classes are named by: what is new is there only where a job has it."""

@@ -9,7 +9,7 @@ from cost_models import kernel_seconds, load_hardware
 from cost_models.compute.optimizer import OptimizerPrecision, clip, grad_norm, update
 from cost_models.compute.roofline import work_seconds
 from cost_models.software import FrameworkCosts, load_software
-from experiments.kernels import GPUS, errors, gemm, main, recurrence, seconds
+from experiments.kernels import GPUS, attention, errors, gemm, main, recurrence, seconds
 from experiments.published.rows import DATA, lines
 from ir.core.work import DType, Kernel, KernelKind
 
@@ -107,6 +107,20 @@ def test_recurrences_reach_neither_the_rates_of_products_nor_all_at_once():
         hw = load_hardware("gb200-nvl72", {"recurrence": {**known, **over}})
         few = [x for x in rows if x["pass"] == of and int(x["heads"]) == heads]
         assert median(recurrence(x, hw) / seconds(x, "recurrence") - 1 for x in few) < most
+
+
+@pytest.mark.parametrize("gpu", ["gb200", "gb300"])
+@pytest.mark.parametrize("of", ["mxfp8 forward", "mxfp8 backward", "tensor forward", "tensor backward"])
+def test_attention_in_fp8(gpu, of):
+    found = sizes(FOUND, "sdpa", gpu, of)
+    assert median(found) < 0.07 and max(found) < 0.21
+    # Negative control: the rates of 16 bits.
+    rows = [
+        x for x in lines(DATA / "kernels" / "sdpa_fp8.csv") if (x["gpu"], f"{x['fp8_recipe']} {x['pass']}") == (gpu, of)
+    ]
+    hw = load_hardware(GPUS[gpu])
+    control = structs.replace(hw, attention=structs.replace(hw.attention, fp8={x: (1, 1) for x in ("mxfp8", "tensor")}))
+    assert min(attention(x, control) / seconds(x, "sdpa") - 1 for x in rows) > 0.1
 
 
 def test_the_attention_of_hopper_in_training_is_below_that_of_bursts():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ir.core.ops import Pass
-from ir.core.work import DROPOUT, DType, Kernel, KernelKind, Work
+from ir.core.work import CAST, DROPOUT, DType, Kernel, KernelKind, Work
 from ir.workload.part import SavedBuffer
 from ir.workload.parts.kernels import memory
 from ir.workload.setting import AttentionKind, PartSetting
@@ -62,14 +62,16 @@ class AttentionCore:
     def forward(self, s: PartSetting) -> Work:
         """q, k, v to the output."""
         if s.attention is AttentionKind.FLASH:
-            return (*self._repeat(s), self._flash(s, 1, self.qk + self.v, "attention"))
+            into = self._narrowed(s, "cast", self.q_features + self.kv_features, 1)
+            return (*self._repeat(s), *into, self._flash(s, 1, self.qk + self.v, "attention"))
         context = self._product(s, "context", self.queries(s), self.v, self.seen(s))
         return (*self._repeat(s), *self.scores(s), context)
 
     def backward(self, s: PartSetting) -> Work:
         """Gradients of q, k, v. Flash makes the scores again: 5 products against forward's 2."""
         if s.attention is AttentionKind.FLASH:
-            return (self._flash(s, 2, 3 * self.qk + 2 * self.v, "attention_backward"), *self._repeat(s))
+            whole = self._flash(s, 2, 3 * self.qk + 2 * self.v, "attention_backward")
+            return (*self._narrowed(s, "cast_grad", self.out_features, 2), whole, *self._repeat(s))
         q, kv, n = self.queries(s), self.seen(s), self._score_elements(s)
         dropout = (memory(s, "dropout_backward", n * (2 * s.wide + 1)),) if s.config.attn_dropout else ()
         return (
@@ -83,6 +85,14 @@ class AttentionCore:
             self._product(s, "d_key", kv, self.qk, q),
             *self._repeat(s),
         )
+
+    def _narrowed(self, s: PartSetting, label: str, features: int, times: int) -> Work:
+        """What the kernel reads, into its format; on the way back the output's gradient. What is kept for backward
+        stays as large: of blocks both copies are, of which each product reads the one along its sum.
+        """
+        if s.precision.attention is None:
+            return ()
+        return (memory(s, f"attention.{label}{CAST}", times * s.tokens * features * (s.wide + 1)),)
 
     def _repeat(self, s: PartSetting) -> Work:
         """Keys and values written as often as ranks need them; on the way back the sum of their gradients."""
@@ -164,12 +174,15 @@ class AttentionCore:
         pairs = 2 * s.shape.seq_len * self.seen(s) if s.style.masked else self.pairs_doubled(s)
         flops = b * self.heads * pairs // s.layout.cp * features
         kv_heads = self.kv_heads * self.repeated(s) * heads // self.heads
-        tensors = b * (q * heads * (self.qk + self.v) + kv * kv_heads * self.kv_features // self.kv_heads)
+        dtype = s.precision.attention or s.precision.activations
+        out, read = q * heads * self.v, q * heads * self.qk + kv * kv_heads * self.kv_features // self.kv_heads
         sums = 2 * 4 * self._summed(s) if passes == 2 else 0
-        moved = passes * tensors * s.wide + sums + 4 * b * q * heads
+        # Backward reads in the one format, and writes in the other.
+        each = (dtype.bytes + s.wide) * (read + out) if passes == 2 else dtype.bytes * read + s.wide * out
+        moved = b * each + sums + 4 * b * q * heads
         shape = (b, heads, q, kv, self.qk, self.v)
         drawn = DROPOUT if s.config.attn_dropout else ""
-        return Kernel(KernelKind.ATTENTION, flops, moved, s.precision.activations, shape, label + drawn)
+        return Kernel(KernelKind.ATTENTION, flops, moved, dtype, shape, label + drawn)
 
     def _summed(self, s: PartSetting) -> int:
         """Elements that flash's backward sums up in fp32: gradients of queries; of picked keys, which many share."""
