@@ -153,9 +153,9 @@ class _Check:
         """The one table of the file that has this key, or one that means the same, and the key."""
         found = []
         for table in _fields(self.whole):
-            keys = [f.encode_name for f in _fields(_bare(table.type, _NONE)[0])]
+            keys = [f.encode_name for f in _fields(table.type)]
             same = (word,) if word in keys else synonym(word, keys) or ()
-            found += [_inside(table.encode_name, k) for k in same]
+            found += [_inside(_inside(self.top, table.encode_name), k) for k in same]
         return found[0] if len(found) == 1 else None
 
     def items(self, x: Sequence[object], t: types.Type, at: str, extra: Extra) -> None:
@@ -201,8 +201,11 @@ def _bare(t: types.Type, extra: Extra) -> tuple[types.Type, Extra]:
 
 
 def _fields(t: types.Type) -> Sequence[types.Field]:
-    """Of a table with keys of its own; none of anything else."""
-    return t.fields if isinstance(t, types.StructType | types.DataclassType) else ()
+    """Of a table with keys of its own, also of one that may be left out; none of anything else."""
+    bare = _bare(t, _NONE)[0]
+    if isinstance(bare, types.UnionType):
+        return [f for option in bare.types for f in _fields(option)]
+    return bare.fields if isinstance(bare, types.StructType | types.DataclassType) else ()
 
 
 def _inside(at: str, key: object) -> str:

@@ -1,5 +1,6 @@
 """What other tools call a key: the fix is ours, in the table where it stands, and can be obeyed."""
 
+import json
 import tomllib
 from collections import Counter
 from dataclasses import fields
@@ -76,6 +77,29 @@ def test_what_no_single_key_means_has_no_fix() -> None:
     assert synonym("tensor_paralel", ["tp"]) is None  # a typo of another tool's word is not guessed at
     assert synonym("num_layers", ["num_hidden_layers", "n_layer"]) == ("num_hidden_layers", "n_layer")
     assert nearest("num_layers", ["num_hidden_layers", "n_layer"]) is None  # two are as good
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("tail_waves", "attention.tail_waves"),
+        ("product_ns", "recurrence.product_ns"),  # of a table that may be left out
+        ("gemm.tail_waves", "attention.tail_waves"),
+        ("sustained", None),  # of two tables
+    ],
+)
+def test_a_key_of_a_table_inside_is_named_from_the_top_of_its_file(key: str, fix: str | None, tmp_path: Path) -> None:
+    job = {"model": {"config": "tiny-llama"}, "cluster": {"gpu": "h100-sxm"}}
+    with pytest.raises(PiperError) as e:
+        predict(load_job(job, [f"cluster.{key}=1"]))
+    assert e.value.key == f"cluster.{key}" and e.value.suggestion == (fix and f"cluster.{fix}")
+    outer, _, inner = key.rpartition(".")
+    (tmp_path / "hw.json").write_text(
+        json.dumps({"base": "h100-sxm", **({outer: {inner: 1}} if outer else {inner: 1})})
+    )
+    with pytest.raises(PiperError) as e:
+        load_hardware(str(tmp_path / "hw.json"))
+    assert e.value.suggestion == fix
 
 
 @pytest.mark.parametrize(("name", "fix"), [("gb300", "gb300-nvl72"), ("B200", "b200-sxm"), ("a100", None)])
