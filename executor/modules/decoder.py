@@ -244,6 +244,10 @@ def refuse_model(c: ModelConfig) -> None:
         message = f"{c.model_type} is predicted, but has no reference module to run"
         fix, allowed = "model.module, with the class itself", sorted(ROWS.keys() - FORMS)
         raise refused(message, key="model_type", allowed=allowed, suggestion=fix)
+    if c.mtp > 1:
+        message = f"{c.mtp} prediction modules behind each other are predicted, and not run"
+        fix = "model.num_nextn_predict_layers = 1"
+        raise refused(message, key="num_nextn_predict_layers", allowed="0, 1", suggestion=fix)
     if not c.rope and not c.positions:
         message = "no reference module without rotary or learned positions: attention biases (ALiBi) are not built"
         raise refused(message, key="attn_config.alibi", allowed="false, with learned_pos_emb = true")

@@ -215,7 +215,7 @@ def vtrain(line: Line, job: Table) -> Facts:
 
 
 _TOWERS = ("bert", "t5")
-_DEEPSEEK = ("mtp_layers", "pipeline_layout")  # columns that a job of its family says
+_DEEPSEEK = ("pipeline_layout",)  # columns that a job of its family says
 
 
 def golden(line: Line, job: Table) -> Facts:
@@ -257,6 +257,8 @@ def golden(line: Line, job: Table) -> Facts:
         job["model"] = {"model_type": "megatron-bert", **sizes}
     if deepseek:
         goldens.deepseek(line, job)
+    elif line["mtp_layers"] != "0":
+        job["model"] |= {"num_nextn_predict_layers": int(line["mtp_layers"])}
     if line["family"] == "t5":
         job["model"] |= {"max_position_embeddings": int(line["encoder_seq_len"])}
     large = int(line["hidden"]) >= 4096 and line["family"] not in _TOWERS
@@ -265,8 +267,7 @@ def golden(line: Line, job: Table) -> Facts:
 
 def cards(line: Line, job: Table) -> Facts:
     """A mixture of experts: layers per stage, experts' messages overlapped or not, an NVLink domain as a node."""
-    built = line["needs"] in ("", "mamba layers")
-    if not built or not line["dispatcher"]:
+    if line["needs"] or not line["dispatcher"]:
         return {"why": line["needs"] or "the recipe's settings are not stated"}
     words = {column: found[line[column]] for column, found in facts()["cards"].items()}
     node, counts = int(line["nvlink_domain_gpus"]), (x.split("*") for x in line["layers_per_stage"].split())

@@ -108,7 +108,7 @@ def refill(graph: Graph, source: ModelWork) -> Graph:
 
 def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
     """The (stage, part) keys that each entry reads, in the order of its inputs."""
-    last = {e.chunk.name: e for e in graph.entries}
+    last = {e.chunk.name: e for e in graph.entries if e.part.name == e.chunk.output}
     before = {b: a for a, b in pairwise(last)}
     out = {}
     for e in graph.entries:

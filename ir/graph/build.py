@@ -72,7 +72,7 @@ class _Builder:
         self.i: dict[int, int] = {}
 
     def _resolve_inputs(self) -> list[tuple[int, ...]]:
-        last = {e.chunk.name: i for i, e in enumerate(self.entries)}
+        last = {e.chunk.name: i for i, e in enumerate(self.entries) if e.part.name == e.chunk.output}
         before: dict[str, str] = {}
         names = list(dict.fromkeys(e.chunk.name for e in self.entries))
         for previous, name in pairwise(names):

@@ -139,10 +139,11 @@ def _head(config: ModelConfig, norm: tuple[Param, ...], reads: str = "") -> tupl
 
 
 def _mtp(config: ModelConfig, k: int, moe: int, last: str) -> Chunk:
-    """DeepSeek-V3's multi-token prediction, arXiv:2412.19437 section 2.2: the last layer's hidden state and the next
-    token's embedding, each normed, projected together from 2h to h; one decoder layer; the shared head.
+    """DeepSeek-V3's multi-token prediction, arXiv:2412.19437 section 2.2: the hidden state of the last layer, or of the
+    module before, and the next token's embedding, each normed, projected together from 2h to h; one decoder layer; the
+    shared head. A module hands on what its head reads, as Megatron's does.
     """
-    c, layer = config, config.layers + k
+    c, layer = config, config.layers + (0 if config.mtp_repeated else k)
     prefix = f"{c.names.layers}.{layer}."
     joined = (
         *p.norm(c, f"{prefix}enorm", c.hidden),
@@ -150,10 +151,10 @@ def _mtp(config: ModelConfig, k: int, moe: int, last: str) -> Chunk:
         p.whole(f"{prefix}eh_proj.weight", c.hidden, 2 * c.hidden),
     )
     parts = (
-        Part("embed", (), (), (p.word_embedding(c),)),
+        *_embed(c).parts,
         Part("proj", ("", "embed"), (KeptBuffer("", Pass.I), KeptBuffer("embed", Pass.I)), joined),
         *_layer(c, layer, "proj"),
     )
     parts += _head(c, p.norm(c, f"{prefix}shared_head.norm", c.hidden), parts[-1].name)
     tags = {"MTP": k} | ({"MOE": moe} if c.is_moe(layer) else {})
-    return Chunk(f"mtp{k}", parts, tags, reads=last)
+    return Chunk(f"mtp{k}", parts, tags, reads=f"mtp{k - 1}" if k else last, gives=parts[-2].name)

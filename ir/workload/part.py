@@ -166,8 +166,9 @@ class Part:
 class Chunk:
     """A stretch of the model between two annotation seams: the embedding, one decoder layer, the head, an MTP module.
 
-    name: "embed", "l0", "l1", …, "mtp0", "head". The chunk's output is the output of its last part; its input is the
-    output of the chunk before it, or of chunk `reads` where that is named (head and MTP both read the last layer).
+    name: "embed", "l0", "l1", …, "mtp0", "head". The chunk's output is the output of its last part, or of part `gives`
+    where that is named; its input is the output of the chunk before it, or of chunk `reads` where that is named (head
+    and MTP both read the last layer).
     encoder: the chunk whose output is the encoder's, where a part reads that.
     tags: what filters can name beside PP, MB and PASS, e.g. {"L": 7}.
     """
@@ -177,6 +178,12 @@ class Chunk:
     tags: dict[str, int] = field(default_factory=dict)
     reads: str | None = None
     encoder: str = ""
+    gives: str = ""
+
+    @property
+    def output(self) -> str:
+        """The part whose output is the chunk's."""
+        return self.gives or self.parts[-1].name
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Any
 from ir.job.build import PreparedJob, precision_of
 from ir.job.model import read_model
 from ir.job.schema import Job
-from ir.workload.config.mixers import pattern_of
+from ir.workload.config.mixers import ahead_of, pattern_of
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.table import facts as tables
@@ -115,7 +115,7 @@ def _sizes(m: ModelConfig, seq_len: int) -> Facts:
         f |= {"grouped": True, "kv_heads": m.kv_heads} if m.kv_heads != m.heads else {}
         f |= {"head_dim": m.head_dim, "qk_norm": m.qk_norm or None, "qkv_bias": (m.qkv_bias and not m.out_bias) or None}
     if m.mtp:
-        f["mtp"] = m.mtp
+        f |= {"mtp": m.mtp, "mtp_repeated": m.mtp_repeated or None}
     f |= _pattern(m)
     if (moe := m.moe) is not None:
         f |= {"experts": moe.experts, "top_k": moe.top_k, "moe_ffn": moe.ffn, "shared_ffn": moe.shared_ffn or None}
@@ -132,7 +132,8 @@ def _pattern(m: ModelConfig) -> Facts:
     if m.mixer is None or not (pattern := pattern_of(m)):
         return {}
     sizes = {"mamba_heads": m.mixer.heads, "mamba_head_dim": m.mixer.head_dim, "mamba_groups": m.mixer.groups}
-    return {"pattern": pattern, **sizes, "mamba_state": m.mixer.state}
+    ahead = {"pattern": pattern + f"/{ahead_of(m)}" * m.mtp, "mtp": None} if m.mtp else {"pattern": pattern}
+    return {**ahead, **sizes, "mamba_state": m.mixer.state}
 
 
 def _presumed(prepared: PreparedJob) -> Facts:

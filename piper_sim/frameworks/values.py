@@ -189,6 +189,8 @@ def _kinds(value: object) -> str:
     """A sign for each layer, perhaps with `|` between stages and prediction modules behind `/`."""
     if not isinstance(value, str) or not set(value) <= {*SIGNS, "|", "/"}:
         raise ValueError("a sign for each layer: M a state space, * attention, - an MLP, E experts, | ends a stage")
+    if len({*value.split("/")[1:]}) > 1:
+        raise ValueError("prediction modules that are alike, behind /: Megatron takes no others")
     return value
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from ir.core.errors import nearest
 from ir.workload.config.compressed import read_compressed
 from ir.workload.config.keys import INERT, INSIDE, ROWS, fits
-from ir.workload.config.mixers import EXPERTS, blocks
+from ir.workload.config.mixers import EXPERTS, ahead, blocks
 from ir.workload.config.spec import (
     AttentionIndexer,
     ExpertConfig,
@@ -45,7 +45,7 @@ def _megatron(v: ModelValues, row: Row) -> Row:
     ffn = v.get("moe_intermediate_size") or v.get("intermediate_size") or 4 * v.size("hidden_size")
     moe = {"moe": {**row["moe"], "ffn": ffn}} if experts else {}
     left = {"moe", *(() if blocks(v) else ("mixer",))}
-    sparse = {"sparse": "blocks"} if EXPERTS in blocks(v) else {}
+    sparse = {"sparse": "blocks"} if EXPERTS in (*blocks(v), *(ahead(v) if blocks(v) else ())) else {}
     moe = {"moe": {**moe["moe"], **sparse}} if moe else {}
     layers = {"layers": len(blocks(v))} if blocks(v) else {}
     if encoder := v.size_or("encoder_num_layers", 0):
@@ -129,8 +129,8 @@ def _mpt_attention(v: ModelValues) -> tuple[float, bool]:
 
 def _hybrid(v: ModelValues, row: Row) -> Row:
     """NVIDIA's Nemotron-H: a pattern says what each layer is, experts among them or not."""
-    kinds = blocks(v)
-    return {**{k: x for k, x in row.items() if k != "moe" or EXPERTS in kinds}, "layers": len(kinds)}
+    kinds, routed = blocks(v), EXPERTS in (*blocks(v), *ahead(v))
+    return {**{k: x for k, x in row.items() if k != "moe" or routed}, "layers": len(kinds)}
 
 
 def _granite_hybrid(v: ModelValues, row: Row) -> Row:
@@ -155,9 +155,6 @@ def _deepseek(v: ModelValues, row: Row) -> Row:
     if v.get("head_dim") not in (None, mla.rope_dim):  # transformers' class would turn so many features
         message = f"{v.get('head_dim')}, but qk_rope_head_dim = {mla.rope_dim} features are turned"
         v.refuse("head_dim", message, allowed=f"{mla.rope_dim} or null", fix="leave head_dim out")
-    if (mtp := v.size("num_nextn_predict_layers")) > 1:
-        # A second module reads the first one's hidden state beside the last layer's; nobody has published one.
-        v.refuse("num_nextn_predict_layers", f"{mtp} prediction modules are not built", allowed="0, 1", fix="1")
     # One group of experts limits nothing (Kimi-K2).
     groups = {"groups": 1} if v.get("topk_method") == "greedy" else {}
     return {**row, "mla": mla, "head_dim": mla.qk_dim, "moe": {**row["moe"], **groups}}

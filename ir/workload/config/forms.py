@@ -6,7 +6,7 @@ from typing import Any
 
 from ir.workload.config.families import Row, balance_of, check_groups, stored_format, worked
 from ir.workload.config.keys import ModelKeyType, fits
-from ir.workload.config.mixers import EXPERTS, blocks, read_mixer, without
+from ir.workload.config.mixers import EXPERTS, MLP, ahead, blocks, modules, read_mixer, without
 from ir.workload.config.recurrence import LayerMixer
 from ir.workload.config.rope import OF_ANY_KIND, TABLES, read_rope
 from ir.workload.config.spec import (
@@ -204,7 +204,10 @@ def _experts(v: ModelValues, row: Row, layers: int) -> ExpertConfig:
     moe = ExpertConfig(**{**own, "shared_ffn": shared, "groups": groups if top else 0, "top_groups": top})
     if "n_group" in v.table:
         check_groups(v, moe, str(v.get("topk_method")) if row.get("by_method") else "noaux_tc")
-    return replace(moe, dense_layers=_dense(v, str(said["sparse"]), layers), balance=balance_of(v))
+    dense = _dense(v, str(said["sparse"]), layers)
+    if layers - 1 in dense if said["sparse"] == "step" else MLP in (ahead(v) if said["sparse"] == "blocks" else ()):
+        dense |= modules(v, layers)  # a module is as its pattern says, or as Megatron's last layer
+    return replace(moe, dense_layers=dense, balance=balance_of(v))
 
 
 def _mixer(v: ModelValues, row: Row, said: Mapping[str, Any]) -> LayerMixer | None:

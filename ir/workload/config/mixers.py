@@ -16,6 +16,8 @@ _OLD = {"mamba": RECURRENT, "attention": FULL}
 _FIELDS = {f.name for f in fields(LayerMixer)}
 _DEFAULT = (RECURRENT, EXPERTS, FULL, MLP)  # of transformers' NemotronHConfig
 _PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern")
+_AHEAD = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+_LIKE = 'mtp_hybrid_override_pattern = "*E"'
 
 
 def blocks(v: ModelValues) -> tuple[str, ...]:
@@ -37,6 +39,11 @@ def blocks(v: ModelValues) -> tuple[str, ...]:
     return kinds
 
 
+def modules(v: ModelValues, layers: int) -> frozenset[int]:
+    """The numbers of its prediction modules, which count on from its layers."""
+    return frozenset(range(layers, layers + v.size_or("num_nextn_predict_layers", 0)))
+
+
 def _spelled(v: ModelValues, key: str) -> tuple[str, ...]:
     """The kinds that one key says."""
     given = v.get(key)
@@ -45,6 +52,28 @@ def _spelled(v: ModelValues, key: str) -> tuple[str, ...]:
     if odd := [x for x in given if x not in known]:
         v.refuse(key, f"{odd[0]!r} is no kind of layer that is built", allowed=" ".join(known))
     return tuple(known[x] for x in given)
+
+
+def ahead(v: ModelValues) -> tuple[str, ...]:
+    """What a prediction module has behind its projection, mixing tokens and then not; () where there is none.
+
+    Raises PiperError (model): other kinds of layers, or as many; two keys that differ.
+    """
+    if not v.size_or("num_nextn_predict_layers", 0):
+        return ()
+    said = [k for k in _AHEAD if k in v.table and v.get(k)]
+    own = [k for k in said if k in v.inline] or said
+    if not own and _AHEAD[1] in v.table:
+        return FULL, EXPERTS  # of transformers' NemotronHConfig
+    if not own:
+        v.refuse("num_nextn_predict_layers", f"no {_AHEAD[0]} says what its modules have", allowed="0", fix=_LIKE)
+    kinds, *others = (_spelled(v, k) for k in own)
+    if any(other != kinds for other in others):
+        v.refuse(own[-1], f"{own[-1]!r} and {own[0]!r} are one key with two values", fix=f"keep {own[-1]}")
+    if len(kinds) != 2 or kinds[0] not in (FULL, RECURRENT) or kinds[1] not in (MLP, EXPERTS):
+        message = "prediction modules of other layers are not built"
+        v.refuse(own[0], message, allowed="one of * M, then one of E -", fix='"*E"')
+    return kinds
 
 
 def pattern_of(config: ModelConfig) -> str:
@@ -60,6 +89,17 @@ def pattern_of(config: ModelConfig) -> str:
     signs = {kind: sign for sign, kind in SIGNS.items()}
     mixing = {i: RECURRENT if config.is_recurrent(i) else FULL for i in layers if _mixes(config, i)}
     return "".join(signs[mixing.get(i, EXPERTS if config.is_moe(i) else MLP)] for i in layers)
+
+
+def ahead_of(config: ModelConfig) -> str:
+    """The signs of what its prediction modules have.
+
+    >>> from ir.workload import load_config
+    >>> ahead_of(load_config("nemotron-3-nano-30b-a3b", {"num_nextn_predict_layers": 1}))
+    '*E'
+    """
+    first = config.layers
+    return ("M" if config.is_recurrent(first) else "*") + ("E" if config.is_moe(first) else "-")
 
 
 def _mixes(config: ModelConfig, layer: int) -> bool:
@@ -95,6 +135,8 @@ def read_mixer(v: ModelValues, row: Row, said: Row, layers: int) -> LayerMixer |
         )
     recurrent, whole = without(kinds, FULL, MLP, EXPERTS), said["by"] != "blocks"
     alone = frozenset[int]() if whole and not said.get("bare") else without(kinds, MLP, EXPERTS)
+    if ahead(v)[:1] == (RECURRENT,):
+        recurrent |= modules(v, layers)
     own |= {"kind": LayerMixerKind(said["kind"]), "layers": recurrent, "alone": alone}
     return LayerMixer(**own, unmixed=without(kinds, FULL, RECURRENT))
 

@@ -15,7 +15,7 @@ NOT_KERNELS = frozenset(
     "layers source windows rope_scaling rope_pairs score_scale score_by_layer stored".split()  # noqa: SIM905
 )
 # What is told of a config only where it has it: profiles were taken before there was such a thing.
-NEWER: Mapping[str, object] = {"compressed": None, "streams": 0}
+NEWER: Mapping[str, object] = {"compressed": None, "streams": 0, "mtp_repeated": False}
 
 
 class NormLayerKind(StrEnum):
@@ -218,14 +218,15 @@ class ModelConfig:
 
     source: the preset or file it came from. positions: learned positions, 0 where none. window: sliding attention
     window in tokens, 0 where none; windows: of each layer, where layers differ. qk_norm: RMSNorm on each head's query
-    and key. mtp: multi-token-prediction modules. rope_share: of a head's features that are turned; rope_pairs: an angle
-    turns two neighbours, not one feature of either half. score_scale: of attention scores, beside 1/sqrt(qk_dim);
-    score_by_layer: divided by 1 + the layer's number too. act: Hugging Face's name of an activation that has several.
-    stored: the format that its checkpoint is quantised to, "" for none. form: what else its layers have. mixer: of
-    layers that have no attention. encoder: how many of the layers, from the first on, are an encoder's that the others
-    attend to; 0 where there is one tower. padding: the word whose embedding no gradient reaches, None for none.
-    compressed: attention to a window and compressed keys. streams: residual streams that each part reads a mixture of,
-    and that what it gives is mixed into (hyper-connections, arXiv:2512.24880); 0: one, to which parts add.
+    and key. mtp: multi-token-prediction modules, each behind the one before; mtp_repeated: one, used so often.
+    rope_share: of a head's features that are turned; rope_pairs: an angle turns two neighbours, not one feature of
+    either half. score_scale: of attention scores, beside 1/sqrt(qk_dim); score_by_layer: divided by 1 + the layer's
+    number too. act: Hugging Face's name of an activation that has several. stored: the format that its checkpoint is
+    quantised to, "" for none. form: what else its layers have. mixer: of layers that have no attention. encoder: how
+    many of the layers, from the first on, are an encoder's that the others attend to; 0 where there is one tower.
+    padding: the word whose embedding no gradient reaches, None for none. compressed: attention to a window and
+    compressed keys. streams: residual streams that each part reads a mixture of, and that what it gives is mixed into
+    (hyper-connections, arXiv:2512.24880); 0: one, to which parts add.
     """
 
     source: str
@@ -272,6 +273,7 @@ class ModelConfig:
     padding: int | None = None
     compressed: CompressedAttention | None = None
     streams: int = 0
+    mtp_repeated: bool = False
 
     def __hash__(self) -> int:
         """Of what tells models apart: a config is part of the key of many tables."""

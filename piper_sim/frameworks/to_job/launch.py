@@ -29,9 +29,7 @@ def draft(framework: str, stated: Facts, hints: Mapping[str, str]) -> JobDraft:
         if fact not in stated and (key := tables()["keys"].get(fact)):
             d.filled[key] = (value, f"{framework}'s default")
     f: Facts = {**known, **{k: v for k, v in stated.items() if v is not None}}
-    layers, _, ahead = str(f.get("pattern") or "").partition("/")
-    d.expect(not ahead, "pattern", "prediction modules of several layers are not built: there is none")
-    f |= _by_pattern(layers)
+    f |= _by_pattern(str(f.get("pattern") or ""))
     pp = f.get("pp", 1)
     f = _lengths(d, f, hints)
     f |= storage(d, f)
@@ -62,16 +60,21 @@ def _lengths(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> Facts:
 
 
 def _by_pattern(pattern: str) -> Facts:
-    """What a pattern of layers says beside their kinds: how many there are, and where stages end.
+    """What a pattern of layers says beside their kinds: how many there are, where stages end, what predicts ahead.
 
     >>> _by_pattern("M-|M*-")
     {'pattern': 'M-M*-', 'layers': 5, 'layout': 'Ett|t*3L'}
+    >>> _by_pattern("ME/*E/*E")
+    {'pattern': 'ME', 'layers': 2, 'mtp': 2, 'mtp_pattern': '*E'}
     """
     if not pattern:
         return {}
-    stages = ["t" * len(stage) for stage in pattern.split("|")]
-    said: Facts = {"pattern": pattern.replace("|", ""), "layers": len(pattern.replace("|", ""))}
-    return said | ({"layout": format_layout(("E" + "|".join(stages) + "L").split("|"))} if len(stages) > 1 else {})
+    own, *ahead = pattern.split("/")
+    said: Facts = {"pattern": own.replace("|", ""), "layers": len(own.replace("|", ""))}
+    said |= {"mtp": len(ahead), "mtp_pattern": ahead[0]} if ahead else {}
+    stages = ["t" * len(stage) for stage in own.split("|")]
+    last = "m" * len(ahead) + "L"
+    return said | ({"layout": format_layout(("E" + "|".join(stages) + last).split("|"))} if len(stages) > 1 else {})
 
 
 def refusal(job: Mapping[str, Mapping[str, Any]]) -> PiperError | None:

@@ -146,7 +146,6 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     if f.get("mla"):
         d.expect(not f.get("bias"), "bias", f"{kind}'s linears have no biases")
         return {"q_lora_rank": 0} | out | _latent_experts(d, f, ffn)  # none unless the file says one
-    d.expect(not f.get("mtp"), "mtp", "prediction modules are built for DeepSeek's type alone: there is none")
     plain = bool(f.get("experts") and f.get("pre_softmax"))
     out = _family(out | {"hidden_act": act, "gated_linear_unit": gated} | _layers(d, f, ffn), plain)
     odd = plain and out["model_type"] == "megatron"

@@ -155,6 +155,8 @@ def test_models_without_a_reference_module_are_refused() -> None:
         DecoderModel(load_config("tiny-llama", {"attention_dropout": 0.1}))
     with pytest.raises(PiperError, match="attn_pdrop = resid_pdrop = embd_pdrop = 0"):
         DecoderModel(load_config("gpt2"))
+    with pytest.raises(PiperError, match=r"2 prediction modules(.|\n)*num_nextn_predict_layers = 1"):
+        DecoderModel(load_config("deepseek-v3", {"num_nextn_predict_layers": 2}))
 
 
 class Block(nn.Module):

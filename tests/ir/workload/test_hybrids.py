@@ -1,5 +1,7 @@
 """Layers with a recurrence in place of attention: what each layer is, what devices share, what is made again."""
 
+from typing import Any
+
 import pytest
 
 from ir.core.work import MessageKind
@@ -7,6 +9,7 @@ from ir.job.build import prepare
 from ir.job.load import job_from
 from ir.verify import check_plan
 from ir.workload import config_from, load_config, model_chunks
+from ir.workload.config.spec import ModelConfig
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
@@ -18,7 +21,9 @@ from tests.refusals import refusal
 NANO, NEXT, MAMBA = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "mamba2-2.7b"
 SIZES = {"seq_len": 256, "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 TINY = {"config": NANO, **SIZES, "head_dim": 16, "hybrid_override_pattern": "ME*-ME", "num_hidden_layers": 6}
+ONE: dict[str, Any] = {"cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 8}}
 TINY |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "n_routed_experts": 8}
+AHEAD, KINDS = ("mtp_hybrid_override_pattern", "mtp_layers_block_type"), ["attention", "moe"]
 
 
 def parts(name: str, **inline: object) -> list[list[str]]:
@@ -101,7 +106,12 @@ def test_a_division_that_heads_or_groups_do_not_have_is_refused(config: str, lay
         ({"hybrid_override_pattern": "MEX"}, "model.hybrid_override_pattern"),
         ({"num_hidden_layers": 4}, "hybrid_override_pattern"),
         ({"n_groups": 3}, "model.n_groups"),
-        ({"num_nextn_predict_layers": 1}, "model.num_nextn_predict_layers"),
+        ({"num_nextn_predict_layers": -1}, "model.num_nextn_predict_layers"),
+        *(
+            ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": x}, "model.mtp_hybrid_override_pattern")
+            for x in ("M", "E*", "*EE", "*X")
+        ),
+        ({"num_nextn_predict_layers": 1, **dict(zip(AHEAD, ("*-", KINDS), strict=True))}, f"model.{AHEAD[1]}"),
     ],
 )
 def test_what_is_not_built_is_refused_by_its_key(inline: dict[str, object], key: str) -> None:
@@ -125,6 +135,76 @@ def test_layers_are_said_once_and_the_jobs_stand_before_the_files() -> None:
     )
     assert config_from(raw | {"num_hidden_layers": None}, "x") == config_from(raw, "x")
     assert refused(raw | {"moe_shared_expert_intermediate_size": 0}).key == "moe_shared_expert_intermediate_size"
+
+
+@pytest.mark.parametrize(
+    ("preset", "elements", "routers"),
+    [(NANO, 32_913_266_240, 24), ("nemotron-3-super-120b-a12b", 123_611_033_088, 41)],
+)
+def test_prediction_modules_have_the_weights_that_the_cards_count(preset: str, elements: int, routers: int) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge, model_verification_cards: Nemotron 3.5 Lightning, which is Nano with one module that
+    predicts twice, and Nemotron 3 Super; with the routers' biases, which nobody trains."""
+    twice = {"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": True}
+    config = load_config(preset, twice)
+    assert config.moe is not None
+    assert elements_of(config) + routers * config.moe.experts == elements
+    assert elements_of(config) == elements_of(load_config(preset, {"num_nextn_predict_layers": 1}))
+    own = elements_of(load_config(preset, twice | {"mtp_use_repeated_layer": False}))
+    assert own - elements_of(config) == elements_of(config) - elements_of(load_config(preset)) > 0
+
+
+def elements_of(config: ModelConfig) -> int:
+    """Of each tensor once, prediction modules' among them."""
+    return sum({q.name: q.numel for c in model_chunks(config) for p in c.parts for q in p.params}.values())
+
+
+def test_prediction_modules_stand_behind_each_other() -> None:
+    *_, first, second, head = model_chunks(load_config(NANO, {"num_nextn_predict_layers": 2}))
+    assert (first.reads, second.reads, head.reads) == ("l51", "mtp0", "l51")
+    assert first.output == "norm" and head.output == "head", "what its own head reads goes on"
+    graph = prepare(job_from({"model": TINY | {"num_nextn_predict_layers": 2}, **ONE})).base
+    edges = {(graph.nodes[e.src].part, graph.nodes[e.dst].part, str(graph.nodes[e.dst].kind)) for e in graph.edges}
+    assert ("mtp0.norm", "mtp1.proj", "F") in edges and ("mtp1.proj", "mtp0.norm", "I") in edges
+    assert not any(a == "mtp0.head" and b.startswith(("mtp1", "head")) for a, b, _ in edges)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mixing", "other"), [("*E", "attn", "add"), ("M-", "mixer", "mlp"), ("ME", "mixer", "add")]
+)
+def test_a_prediction_module_has_what_its_pattern_says(pattern: str, mixing: str, other: str) -> None:
+    config = load_config(NANO, {"num_nextn_predict_layers": 1, AHEAD[0]: pattern})
+    found = [p.name for p in model_chunks(config)[-2].parts]
+    assert (found[2], found[-3]) == (mixing, other)
+    layers = range(config.layers)
+    plain = load_config(NANO)
+    assert [*map(config.is_moe, layers)] == [*map(plain.is_moe, layers)]
+    assert [*map(config.is_recurrent, layers)] == [*map(plain.is_recurrent, layers)]
+
+
+def test_a_module_of_megatrons_type_is_as_its_last_layer() -> None:
+    """`get_gpt_mtp_block_spec` takes the last layer's."""
+    sizes = {"model_type": "megatron", "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    sizes |= {"num_experts": 4, "moe_intermediate_size": 64, "mtp_num_layers": 1, "max_position_embeddings": 64}
+    for every, last in ((1, "add"), (2, "add"), (3, "mlp")):
+        config = config_from(sizes | {"decoder_sparse_step": every}, "small")
+        module = model_chunks(config)[-2]
+        assert module.name == "mtp0" and module.parts[-3].name == last == model_chunks(config)[-3].parts[-1].name
+    assert len(module.parts[0].params) == 2, "words and positions, as the model's own"
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("layout", ["EttttttmmL", "Ettt|tttmmL", "Ettt|ttt|m|mL", "Etttttt|m|m|L"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_plans_of_prediction_modules_are_legal(repeated: bool, layout: str, zero: int) -> None:
+    stages = layout.count("|") + 1
+    model = TINY | {"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": repeated}
+    table = {
+        "model": model,
+        "cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 2 * stages},
+        "parallel": {"pp": stages, "ep": 2, "dp": 2, "zero": zero},
+        "schedule": {"name": "1f1b", "microbatches": 4, "layout": layout},
+    }
+    check_plan(prepare(job_from(table)).plan())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev", "1f1b-overlap"])

@@ -167,7 +167,7 @@ def test_sizes_that_do_not_divide_are_refused():
     refusal(load_config, "tiny-moe", {"num_experts_per_tok": 9}, match="9 experts per token")
     refusal(load_config, "deepseek-v3", {"n_group": 7}, match="n_group")
     refusal(load_config, "deepseek-v3", {"topk_group": 9}, match="topk_group")
-    refusal(load_config, "deepseek-v3", {"num_nextn_predict_layers": 2}, match="num_nextn_predict_layers")
+    refusal(load_config, "deepseek-v3", {"num_nextn_predict_layers": -1}, match="num_nextn_predict_layers")
 
 
 def test_two_spellings_with_two_values_are_refused():

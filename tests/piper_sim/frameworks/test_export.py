@@ -242,6 +242,17 @@ def test_a_pattern_of_layers_goes_to_megatron_and_comes_back() -> None:
     assert again.config.mixer == job.config.mixer and again.layers == job.layers
 
 
+@pytest.mark.parametrize("repeated", [True, False])
+def test_prediction_modules_of_a_pattern_go_to_megatron_and_come_back(repeated: bool) -> None:
+    ahead = {"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": repeated}
+    job = prepared(model={"config": "nemotron-3-nano-30b-a3b", "seq_len": 4096, **ahead}, parallel={"ep": 8})
+    made = export_launch(job, "megatron")
+    assert "E/*E/*E'" in made.files[LAUNCH] and ("--mtp-use-repeated-layer" in made.files[LAUNCH]) is repeated
+    again = prepare(job_from(read_back(made).job))
+    assert (again.config.mtp, again.config.mtp_repeated, again.layout) == (2, repeated, job.layout)
+    assert again.config.mixer == job.config.mixer
+
+
 @pytest.mark.parametrize("preset", ["qwen3-next-80b-a3b", "granite-4.0-h-small"])
 def test_layers_that_no_pattern_says_are_refused_by_the_key(preset: str) -> None:
     job = prepared(model={"config": preset, "seq_len": 4096}, parallel={"ep": 8})

@@ -130,13 +130,11 @@ def test_doubts_are_said_where_the_job_differs_from_the_file(tmp_path: Path) -> 
     found = imported(
         tmp_path, text.format(args + " --global-batch-size 7 --micro-batch-size 2 --no-rope-fusion --lr auto")
     )
-    assert {"--world-size", "--mtp-num-layers", "--no-rope-fusion"} <= set(listed(found, ASSUMED))
+    assert {"--world-size", "--no-rope-fusion"} <= set(listed(found, ASSUMED))
     assert found.job["schedule"]["recompute_layers"] == 1 and "--recompute-num-layers" in listed(found, UNDERSTOOD)
     assert "--lr" in listed(found, UNDERSTOOD)
     assert found.job["parallel"]["layers"] == "balanced"
-    assert not {"--world-size", "--mtp-num-layers"} & set(
-        listed(imported(tmp_path, text.format("--world-size 4")), ASSUMED)
-    )
+    assert "--world-size" not in listed(imported(tmp_path, text.format("--world-size 4")), ASSUMED)
 
 
 TITAN = '[model]\nname = "llama3"\nflavor = "8B"\nconverters = [{}]\n[quantize.linear.float8]\nfilter_fqns = [{}]\n'
@@ -242,8 +240,23 @@ def test_a_pattern_of_layers_says_how_many_there_are_and_where_stages_end(tmp_pa
     assert mixer is not None and (mixer.heads, mixer.groups, mixer.inner) == (2, 2, 128)
     assert mixer.layers == {0, 2, 3, 6, 8, 9} and mixer.unmixed == {1, 5, 7, 10}
     assert "--hybrid-layer-pattern" in listed(imported(tmp_path, text.format("MXM")), UNKNOWN)
-    ahead = imported(tmp_path, text.format("'MM|M*/*-'"))
-    assert "--hybrid-layer-pattern" in listed(ahead, ASSUMED) and ahead.job["model"]["num_hidden_layers"] == 4
+    ahead = imported(tmp_path, text.format("'MM|M*/*-/*-' --mtp-use-repeated-layer"))
+    assert {"--hybrid-layer-pattern", "--mtp-use-repeated-layer"} <= {*listed(ahead, UNDERSTOOD)}
+    job = prepare(job_from(ahead.job))
+    assert (job.config.layers, job.config.mtp, job.config.mtp_repeated) == (4, 2, True)
+    assert job.layout == ("Ett", "ttmmL") and job.config.attends(4) and job.config.has_mlp(4)
+    assert "--hybrid-layer-pattern" in listed(imported(tmp_path, text.format("'MM/*-/M-'")), UNKNOWN)
+
+
+def test_a_gpts_prediction_module_is_one_more_layer(tmp_path: Path) -> None:
+    text = (
+        "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --swiglu "
+        "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --bf16 --disable-bias-linear {}"
+    )
+    plain, ahead = (prepare(job_from(imported(tmp_path, text.format(x)).job)) for x in ("", "--mtp-num-layers 1"))
+    assert (plain.config.mtp, ahead.config.mtp) == (0, 1)
+    names = [[p.name for p in c.parts] for c in (e.chunk for e in ahead.base.entries) if c.name == "mtp0"]
+    assert names[0] == ["embed", "proj", "attn", "mlp", "norm", "head"]
 
 
 @pytest.mark.parametrize(
