@@ -30,6 +30,9 @@ def _megatron(v: ModelValues, row: Row) -> Row:
     """Arguments of Megatron-LM that say several things at once."""
     if not blocks(v) and v.get("num_hidden_layers") is None:
         v.refuse("num_hidden_layers", "missing, and no pattern of layers is given", allowed="a positive integer")
+    if not blocks(v) and v.get("mtp_hybrid_override_pattern"):
+        message = "without a pattern of layers a prediction module is as the last layer"
+        v.refuse("mtp_hybrid_override_pattern", message, allowed="null", fix="leave it out")
     layer = v.one_of("normalization", ("LayerNorm", "RMSNorm")) == "LayerNorm"
     place = v.one_of("position_embedding_type", ("learned_absolute", "rope", "none"))
     bias, experts = v.flag("add_bias_linear"), v.get("num_experts") is not None

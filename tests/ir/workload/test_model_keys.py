@@ -235,6 +235,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "sliding_window_pattern": {"layer_types": None},
     "layers_block_type": {"hybrid_override_pattern": None},
     "attention_types": {"attention_layers": None},
+    **{f"mtp_{k}": {"num_nextn_predict_layers": 1} for k in ("hybrid_override_pattern", "layers_block_type")},
     **{k: {"position_embedding_type": "rope"} for k in ("rope_theta", "rope_parameters", "rope_scaling")},
     "partial_rotary_factor": {"position_embedding_type": "rope", "qk_rope_head_dim": None},
     "index_skip_topk_offset": {"indexer_types": None, "index_topk_freq": 4},
