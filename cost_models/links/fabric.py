@@ -22,7 +22,8 @@ class LinkFabric:
     """Links of one GPU, as rates in bytes/s that long collectives reach in one direction, and latencies in seconds.
 
     node, nic: busbw of a ring inside a node, of one NIC. pair: between two given GPUs of a node.
-    sharp: rate of in-switch reduction (0: none). dispatch_node, dispatch_nic: of token dispatch kernels.
+    sharp: rate of in-switch reduction (0: none). dispatch_node, dispatch_nic: of token dispatch kernels;
+    dispatch_across: inside a node where some tokens come from other nodes.
     congestion, few, ramp: see the hardware keys nic_congestion, nvlink_few and nvlink_ramp_KiB (here bytes).
     spread: all_to_all_spread, in training; else 0.
     deduplicate: whether a token crosses the network once per node (DeepEP) or once per copy (plain all-to-all).
@@ -34,6 +35,7 @@ class LinkFabric:
     sharp: float
     dispatch_node: float
     dispatch_nic: float
+    dispatch_across: float
     node_latency: float
     nic_latency: float
     launch: float
@@ -54,20 +56,22 @@ class LinkFabric:
         47.0
         """
         line, nic = hw.nvlink_GBps * 1e9, hw.nic_Gbps * 1e9 / 8
+        tokens, usual = hw.dispatcher, hw.dispatch_nvlink_efficiency
         pair = line if hw.nvlink_pair_GBps is None else min(line, hw.nvlink_pair_GBps * 1e9)
         return cls(
             node=line * hw.nvlink_efficiency,
             pair=pair * hw.nvlink_efficiency,
             nic=nic * hw.nic_efficiency,
             sharp=line * hw.nvlink_sharp_efficiency,
-            dispatch_node=line * hw.dispatch_nvlink_efficiency,
-            dispatch_nic=nic * hw.dispatch_nic_efficiency,
+            dispatch_node=line * ((tokens and tokens.inside) or usual),
+            dispatch_nic=nic * ((tokens and tokens.network) or hw.dispatch_nic_efficiency),
+            dispatch_across=line * ((tokens and tokens.across) or usual),
             node_latency=hw.nvlink_latency_us * 1e-6,
             nic_latency=hw.nic_latency_us * 1e-6,
             launch=hw.collective_launch_us * 1e-6,
             protocols=protocols(hw.collectives),
             gpus_per_node=gpus_per_node or hw.gpus_per_node,
-            deduplicate=hw.dispatcher is None or hw.dispatcher.deduplicate,
+            deduplicate=tokens is None or tokens.deduplicate,
             congestion=hw.nic_congestion,
             few=hw.nvlink_few,
             ramp=hw.nvlink_ramp_KiB * 1024,
@@ -230,7 +234,7 @@ def loaded_all_to_all_seconds(
     fixed = fabric.launch + (mean - 1) * fabric.node_latency + (nodes - 1) * fabric.nic_latency
     last = 1.0 + fabric.spread * latest(ranks)
     if dispatch:
-        port = over_node / fabric.dispatch_node
+        port = over_node / (fabric.dispatch_across if nodes > 1 else fabric.dispatch_node)
         return fixed + last * max(port, over_nic / fabric.dispatch_nic)
     ports = (_moved(over_node, p, nodes, fabric) / _bus(p, mean, 1, fabric) for p in fabric.protocols)
     return fixed + last * max(min(ports), over_nic / fabric.nic)

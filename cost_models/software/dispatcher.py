@@ -27,12 +27,17 @@ def fp8_casts() -> dict[str, dict[str, float]]:
 
 class ExpertDispatcher(msgspec.Struct, frozen=True, kw_only=True):
     """sms: held by a dispatch or combine. deduplicate: a token crosses the network once per node. permute: bytes that
-    sorting rows moves in kernels of its own, over those of one sort where rows arrive. sources: value -> where from.
+    sorting rows moves in kernels of its own, over those of one sort where rows arrive. inside, across, network:
+    shares of NVLink's rate in one node, of it where tokens come from other nodes, too, and of the NIC's; None: the
+    hardware file's. sources: value -> where from.
     """
 
     sms: Annotated[int, msgspec.Meta(ge=0, le=128)]
     deduplicate: bool
     permute: Annotated[float, msgspec.Meta(ge=0, le=4)]
+    inside: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    across: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    network: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     sources: dict[str, str]
 
 

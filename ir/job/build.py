@@ -22,7 +22,7 @@ from ir.job.cache import GRAPHS, PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.recompute import recompute_options, recomputed_layers
 from ir.job.schema import Job, JobPrecision, JobSchedule
-from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
+from ir.lower import ExpertOverlap, MessageQueue, PassMerge, PlanPolicy, lower
 from ir.plan.plan import Plan
 from ir.schedules.custom import from_builder, from_csv
 from ir.schedules.registry import build, default_chunks, flushed, legal_chunks
@@ -166,16 +166,21 @@ def prepare(
             strategy, name = made.directives, "directives"
         else:
             strategy, name = (*placing(made), *dividing(job, config), ordering(made)), made.name
-        merge = PassMerge(job.schedule.merge)
-        # DeepSeek's own order delays them; in Megatron's it is a choice.
-        late = job.schedule.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
-        behind = not p.overlap_grad_reduce
-        policy = PlanPolicy(merge, clip=job.optimizer.clip_norm > 0, delay_wgrad=late, reduce_behind=behind)
-        if job.schedule.p2p == "blocking":
-            policy = replace(policy, blocking=True, lookahead=0)
-        elif job.schedule.p2p == "ordered":
-            policy = replace(policy, p2p=MessageQueue.SINGLE)
+        policy = _policy(job, name, style)
         return PreparedJob(job, config, mesh, name, mesh.ranks, mbs, made.stages, base, tuple(strategy), policy, style)
+
+
+def _policy(job: Job, name: str, style: KernelStyle) -> PlanPolicy:
+    """How the schedule of this name is lowered."""
+    s, merge = job.schedule, PassMerge(job.schedule.merge)
+    # DeepSeek's own order delays them; in Megatron's it is a choice.
+    late = s.delay_wgrad or (merge is PassMerge.TEMPLATE and name.startswith("dualpipe"))
+    experts = ExpertOverlap(s.expert_all_to_all or ("serial" if style.awaits_experts else "overlapped"))
+    clipped, behind = job.optimizer.clip_norm > 0, not job.parallel.overlap_grad_reduce
+    policy = PlanPolicy(merge, clip=clipped, delay_wgrad=late, reduce_behind=behind, experts=experts)
+    if s.p2p == "blocking":
+        return replace(policy, blocking=True, lookahead=0)
+    return replace(policy, p2p=MessageQueue.SINGLE) if s.p2p == "ordered" else policy
 
 
 def resolve(job: Job, gpus_per_node: int | None = None) -> Job:

@@ -145,6 +145,8 @@ class JobSchedule:
     compute nothing beside a transfer, as in Megatron's 1F1B without interleaving; ordered: a rank's transfers take
     turns, in one order of all ranks, so that the plan finishes even where no two messages overlap. recompute_layers:
     the decoder layers that recompute is true of: a list, a slice ("1::2"), or how many of each stage; left out, all.
+    expert_all_to_all: what a microbatch computes beside its own: whatever can be (overlapped), shared experts alone
+    (shared), nothing (serial); left out: nothing where costs.software names a framework, else whatever can be.
     """
 
     name: Text | None = None
@@ -161,6 +163,7 @@ class JobSchedule:
     merge: Annotated[str, words("alternate", "template", "profile", said="merge")] = "alternate"
     delay_wgrad: bool = False
     p2p: Annotated[str, words("overlapped", "blocking", "ordered", said="p2p")] = "overlapped"
+    expert_all_to_all: Annotated[str, words("overlapped", "shared", "serial", said="expert_all_to_all")] | None = None
     layout: Text | None = None
 
 

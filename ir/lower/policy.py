@@ -31,6 +31,19 @@ class MessageQueue(StrEnum):
     USE = "use"
 
 
+class ExpertOverlap(StrEnum):
+    """What a microbatch computes beside the all-to-alls of its own experts.
+
+    overlapped: whatever does not need them: weight gradients, shared experts. shared: shared experts alone; weight
+    gradients come before. serial: nothing. Of two microbatches that run in turns each is beside the other's, whatever
+    this says.
+    """
+
+    OVERLAPPED = "overlapped"
+    SHARED = "shared"
+    SERIAL = "serial"
+
+
 _LATE = ("delay_wgrad", "blocking", "gather_on_demand", "reduce_behind")
 
 
@@ -43,6 +56,7 @@ class PlanPolicy:
     weight gradients behind the communication that their I feeds. blocking: no compute beside a transfer: an op waits
     for the sends dispatched before it. gather_on_demand: ZeRO-3 gathers weights where they are needed, not ahead.
     reduce_behind: gradients that are reduced once a step are so behind a program's last pass, not beside it.
+    experts: what is computed beside their all-to-alls.
     seconds: of nodes by their text, for `profile`.
     """
 
@@ -55,11 +69,14 @@ class PlanPolicy:
     blocking: bool = False
     gather_on_demand: bool = False
     reduce_behind: bool = False
+    experts: ExpertOverlap = ExpertOverlap.OVERLAPPED
     seconds: tuple[tuple[str, float], ...] = ()
 
     def header(self) -> dict[str, str]:
         """As in the plan's text."""
         late = {key: "on" for key in _LATE if getattr(self, key)}
+        if self.experts is not ExpertOverlap.OVERLAPPED:
+            late["experts"] = str(self.experts)
         on = f" {sha256(repr(self.seconds).encode()).hexdigest()[:16]}" if self.merge is PassMerge.PROFILE else ""
         return {
             "merge": f"{self.merge}{on}",

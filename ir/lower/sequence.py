@@ -4,6 +4,7 @@ from collections import defaultdict
 
 from ir.core.ops import OpToken, Pass
 from ir.graph.graph import COMPUTE, Graph, GraphEdge
+from ir.lower.policy import ExpertOverlap
 
 
 class PassSequences:
@@ -11,10 +12,11 @@ class PassSequences:
 
     F runs parts in model order. I runs them backwards, each behind what it recomputes. B puts every W behind the
     communication that its I feeds, so that the wire is busy first.
+    place: or, of an action by itself, communication behind what may not run beside it, which it then waits for.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, place: ExpertOverlap = ExpertOverlap.OVERLAPPED) -> None:
+        self.graph, self.place = graph, place
         self.out: list[list[GraphEdge]] = [[] for _ in graph.nodes]
         self.into: list[list[GraphEdge]] = [[] for _ in graph.nodes]
         for e in graph.edges:
@@ -24,14 +26,30 @@ class PassSequences:
         for i, n in enumerate(graph.nodes):
             if isinstance(n.kind, Pass) and n.stream == COMPUTE:
                 self.compute[n.stage, n.kind].append(i)
-        self._memo: dict[tuple[int, OpToken], tuple[int, ...]] = {}
+        self._memo: dict[tuple[int, OpToken, ExpertOverlap], tuple[int, ...]] = {}
 
-    def of(self, stage: int, token: OpToken) -> tuple[int, ...]:
-        """Node indices of one action."""
-        key = (stage, token)
+    def of(self, stage: int, token: OpToken, alone: bool = True) -> tuple[int, ...]:
+        """Node indices of one action. alone: it does not take turns with another."""
+        key = stage, token, self.place if alone else ExpertOverlap.OVERLAPPED
         if key not in self._memo:
-            self._memo[key] = tuple(self._build(stage, token))
+            self._memo[key] = tuple(self._deferred(self._build(stage, token), key[2]))
         return self._memo[key]
+
+    def _deferred(self, nodes: list[int], place: ExpertOverlap) -> list[int]:
+        """The same with communication behind all that may not run beside it."""
+        kinds = {ExpertOverlap.OVERLAPPED: (), ExpertOverlap.SHARED: (Pass.W,), ExpertOverlap.SERIAL: tuple(Pass)}
+        out: list[int] = []
+        waiting: list[int] = []
+        for node in nodes:
+            n = self.graph.nodes[node]
+            if n.stream != COMPUTE:
+                waiting.append(node)
+                continue
+            if n.kind not in kinds[place] or any(e.src in waiting for e in self.into[node]):
+                out += waiting
+                waiting.clear()
+            out.append(node)
+        return out + waiting
 
     def fed(self, node: int) -> list[int]:
         """Communication nodes of the same stage and pass that read this node."""

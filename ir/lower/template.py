@@ -33,7 +33,7 @@ class PlanTemplates:
 
     def __init__(self, graph: Graph, policy: PlanPolicy, home: Homes, sharded: Sharded) -> None:
         self.graph, self.policy, self.home, self.sharded = graph, policy, home, sharded
-        self.sequences = PassSequences(graph)
+        self.sequences = PassSequences(graph, policy.experts)
         self.shapes: list[OpShape] = []
         self._shape_at: dict[tuple[str, str, int], int] = {}
         self._alone: dict[int, int] = {}  # node -> its own shape
@@ -59,7 +59,8 @@ class PlanTemplates:
 
         Raises PiperError (illegal_plan): members that cannot be one fused op.
         """
-        seqs = [self.sequences.of(stage, OpToken(token)) for stage, token in key.members]
+        alone = len(key.members) == 1
+        seqs = [self.sequences.of(stage, OpToken(token), alone) for stage, token in key.members]
         nodes = self.graph.nodes
         there = [m for m, (stage, _) in enumerate(key.members) if seqs[m] or stage not in self.graph.silent]
         if len(there) < 2:

@@ -136,7 +136,8 @@ class KernelStyle:
     grouped: a device's experts are one product, not one after the other. whole_logits: tensor-parallel ranks gather the
     logits, and each has the loss of all of them. stops_early: a layer that is recomputed is so up to the last value
     that backward reads, without its last product. masked: attention is given its mask as a tensor, keys and values for
-    each head of queries: its kernels work on whole squares of scores.
+    each head of queries: its kernels work on whole squares of scores. awaits_experts: nothing of a microbatch is
+    computed beside its own all-to-alls.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
@@ -148,6 +149,7 @@ class KernelStyle:
     whole_logits: bool = False
     stops_early: bool = False
     masked: bool = False
+    awaits_experts: bool = field(default=False, repr=False)
 
 
 FUSED_STYLE = KernelStyle()

@@ -5,6 +5,7 @@ from typing import Any
 from ir.job.build import PreparedJob, precision_of
 from ir.job.model import read_model
 from ir.job.schema import Job
+from ir.lower import ExpertOverlap
 from ir.workload.config.mixers import ahead_of, pattern_of
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 from ir.workload.layout import format_layout
@@ -158,6 +159,7 @@ def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: in
     f |= {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
     f |= _bucket(job)
     f |= _presumed(prepared)
+    f |= {"expert_all_to_all": "shared"} if prepared.policy.experts is ExpertOverlap.SHARED else {}
     if pp > 1:
         f |= {"vp": chunks} if chunks > 1 else {}
         f |= {"overlap_ep": True} if prepared.schedule.endswith("-overlap") else {}

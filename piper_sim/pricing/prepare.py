@@ -59,7 +59,11 @@ def style_of(job: Job, hardware: DeviceHardware) -> KernelStyle:
     """How the job's framework writes its kernels, as far as the job does not say otherwise."""
     style, divided = hardware.software.style, job.costs.loss_parallel
     whole = style.whole_logits if divided is None else not divided
-    return replace(style, grouped=job.costs.grouped_gemm, whole_logits=whole)
+    framework = job.costs.software not in (
+        None,
+        GENERIC,
+    )  # whose autograd makes all gradients of experts first
+    return replace(style, grouped=job.costs.grouped_gemm, whole_logits=whole, awaits_experts=framework)
 
 
 def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None = None) -> PreparedJob:

@@ -16,7 +16,7 @@ from ir.core.work import Message, MessageKind
 REAL = LinkFabric.of(load_hardware("h100-sxm"))
 # One protocol, no latencies, round rates: 100 bytes/s inside a node, 10 between nodes.
 IDEAL = replace(
-    REAL, node=100.0, pair=100.0, nic=10.0, sharp=0.0, dispatch_node=100.0, dispatch_nic=10.0,
+    REAL, node=100.0, pair=100.0, nic=10.0, sharp=0.0, dispatch_node=100.0, dispatch_nic=10.0, dispatch_across=100.0,
     node_latency=0.0, nic_latency=0.0, launch=0.0, protocols=GLOO, few=0.0, ramp=0.0,
 )  # fmt: skip
 S = 10**6
@@ -103,7 +103,7 @@ def test_a_few_gpus_without_a_switch_have_only_their_links_to_each_other() -> No
 def test_an_endless_rate_leaves_the_launch_and_the_hops_of_the_best_algorithm(
     kind: str, nodes: int, per_node: int, intra: int, inter: int, calls: int
 ) -> None:
-    rates = dict.fromkeys(("node", "pair", "nic", "dispatch_node", "dispatch_nic"), 1e30)
+    rates = dict.fromkeys(("node", "pair", "nic", "dispatch_node", "dispatch_nic", "dispatch_across"), 1e30)
     slow = replace(IDEAL, **rates, node_latency=1.0, nic_latency=100.0, launch=0.01)
     assert seconds(kind, S, nodes, per_node, slow) == pytest.approx(0.01 * calls + intra + 100 * inter)
     if kind == "all_to_all":
