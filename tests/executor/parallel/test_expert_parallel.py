@@ -64,6 +64,7 @@ MORE = {
         "parallel.zero=1",
     ),
     "recompute beside shared experts": (*ONE, *_family("deepseek_v3"), "schedule.recompute=mlp", "parallel.zero=3"),
+    "nothing beside all-to-alls": (*ONE, *_family("deepseek_v3"), "schedule.expert_all_to_all=serial"),
     "one expert per token": (*ONE, "model.num_experts_per_tok=1"),
     "all of them": (*ONE, "model.num_experts_per_tok=8"),
     "ties": (*PIPED, "model.tie_word_embeddings=true", "parallel.zero=2"),
@@ -76,7 +77,7 @@ MORE = {
 }
 
 
-USUAL = ("deepseek_v3", "recompute beside shared experts", "columns and tensor parallel")
+USUAL = ("deepseek_v3", "nothing beside all-to-alls", "recompute beside shared experts", "columns and tensor parallel")
 slow = pytest.mark.slow
 
 

@@ -1,6 +1,7 @@
 """How units become ops: interleaving, coalescing, recompute, and one order of reductions for all owners."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 from ir.core.errors import PiperError
 from ir.core.order import Order
 from ir.directives import OrderDirective, apply
+from ir.job.build import prepare
+from ir.job.load import job_from
 from ir.lower import MessageQueue, PassMerge, PlanPolicy, lower
 from ir.lower.merge import alternate
 from ir.plan.plan import OpKind, Plan
 from ir.schedules.registry import build
 from ir.verify import check_plan
+from piper_sim import predict
 from tests.ir.plans import FIXED, fewer, moe_graph, moe_plan, stage_plan
 from tests.ir.verify.edits import rearranged
 from tests.ir.verify.replay import replay
@@ -53,6 +57,33 @@ def test_compute_of_one_microbatch_stands_beside_the_wire_of_the_other() -> None
     assert len(swaps) > 4
     i = pair.index("1F4/l2.dispatch")
     assert pair[i + 1].startswith("0")  # the other's compute follows at once
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("zb1p", 2), ("zbv", 2)])
+@pytest.mark.parametrize("word", ["overlapped", "shared", "serial"])
+def test_what_stands_beside_experts_all_to_alls_is_what_the_job_says(
+    word: str, schedule: str, pp: int, recompute: str
+) -> None:
+    """Told by an independent walk of a simulated step: which compute of a rank overlaps an all-to-all in time."""
+    table = {
+        "model": {"config": "deepseek-v3", "num_hidden_layers": 4, "first_k_dense_replace": 0, "seq_len": 1024}
+        | {"num_nextn_predict_layers": 0},
+        "cluster": {"gpu": "h100-sxm"},
+        "parallel": {"pp": pp, "ep": 8 // pp, "dp": 8 // pp},
+        "schedule": {"name": schedule, "microbatches": 4, "expert_all_to_all": word, "recompute": recompute},
+    }
+    job = job_from(table)
+    check_plan(prepare(job).plan())
+    beside = Counter[str]()
+    ops = [r for r in predict(job).trace.to_dict("records") if r["rank"] == 0]
+    wires = [r for r in ops if r["stream"] == "ep" and r["end_s"] - r["start_s"] > 1e-6]
+    for r in ops:
+        inside = (w["start_s"] < r["end_s"] - 1e-9 and r["start_s"] < w["end_s"] - 1e-9 for w in wires)
+        if r["stream"] == "compute" and any(inside):
+            beside["shared" if ".shared" in r["op"] else "W" if "W" in r["op"].partition("/")[0] else "other"] += 1
+    assert (word == "serial") is not bool(beside), beside
+    assert word == "overlapped" or not beside["W"], beside
 
 
 def test_weight_gradients_stand_behind_the_communication_their_input_gradient_feeds() -> None:
