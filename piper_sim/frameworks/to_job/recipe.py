@@ -109,7 +109,8 @@ def formats(d: JobDraft, f: Facts) -> None:
     if f.get("offloaded") in (True, "true"):
         d.put("optimizer", offload=f.get("offload", 1.0))
     d.put("model", attention=f.get("attention"))
-    d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None, expert_all_to_all=f.get("expert_all_to_all"))
+    beside = f.get("expert_all_to_all") == "shared"
+    d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None, expert_all_to_all="shared" if beside else None)
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
         d.put("costs", dispatcher=f.get("dispatcher"))
     _costs(d, f)
