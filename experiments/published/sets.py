@@ -267,7 +267,8 @@ def golden(line: Line, job: Table) -> Facts:
 
 def cards(line: Line, job: Table) -> Facts:
     """A mixture of experts: layers per stage, experts' messages overlapped or not, an NVLink domain as a node."""
-    if line["needs"] or not line["dispatcher"]:
+    built = line["needs"] in ("", "mamba layers")
+    if not built or not line["dispatcher"]:
         return {"why": line["needs"] or "the recipe's settings are not stated"}
     words = {column: found[line[column]] for column, found in facts()["cards"].items()}
     node, counts = int(line["nvlink_domain_gpus"]), (x.split("*") for x in line["layers_per_stage"].split())
