@@ -284,6 +284,8 @@ def _left_out(mine: PreparedJob, back: PreparedJob) -> Iterator[tuple[str, objec
         for key in names:
             if own[section].get(key) != said[section].get(key):
                 yield f"{section}.{key}", said[section].get(key)
+    if mine.job.parallel.ep > 1 and own["schedule"].get("expert_all_to_all") == "overlapped":  # no framework's autograd
+        yield "schedule.expert_all_to_all", "serial"
     if mine.schedule != back.schedule:  # of one stage, where a launch names none
         yield "schedule.name", back.schedule
     for section in ("cluster", "routing", "costs", "data", "optimizer", "precision", "gate", "history"):

@@ -59,11 +59,9 @@ def style_of(job: Job, hardware: DeviceHardware) -> KernelStyle:
     """How the job's framework writes its kernels, as far as the job does not say otherwise."""
     style, divided = hardware.software.style, job.costs.loss_parallel
     whole = style.whole_logits if divided is None else not divided
-    framework = job.costs.software not in (
-        None,
-        GENERIC,
-    )  # whose autograd makes all gradients of experts first
-    return replace(style, grouped=job.costs.grouped_gemm, whole_logits=whole, awaits_experts=framework)
+    # A framework's autograd makes all gradients of an expert before it sends any.
+    awaits = job.costs.software not in (None, GENERIC)
+    return replace(style, grouped=job.costs.grouped_gemm, whole_logits=whole, awaits_experts=awaits)
 
 
 def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None = None) -> PreparedJob:

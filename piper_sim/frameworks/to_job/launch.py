@@ -66,10 +66,13 @@ def _by_pattern(pattern: str) -> Facts:
     {'pattern': 'M-M*-', 'layers': 5, 'layout': 'Ett|t*3L'}
     >>> _by_pattern("ME/*E/*E")
     {'pattern': 'ME', 'layers': 2, 'mtp': 2, 'mtp_pattern': '*E'}
+    >>> _by_pattern("ME/")
+    {'pattern': 'ME', 'layers': 2}
     """
     if not pattern:
         return {}
-    own, *ahead = pattern.split("/")
+    own, *behind = pattern.split("/")
+    ahead = [x for x in behind if x]  # Megatron takes a last `/` for none
     said: Facts = {"pattern": own.replace("|", ""), "layers": len(own.replace("|", ""))}
     said |= {"mtp": len(ahead), "mtp_pattern": ahead[0]} if ahead else {}
     stages = ["t" * len(stage) for stage in own.split("|")]

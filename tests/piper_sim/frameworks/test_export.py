@@ -242,6 +242,26 @@ def test_a_pattern_of_layers_goes_to_megatron_and_comes_back() -> None:
     assert again.config.mixer == job.config.mixer and again.layers == job.layers
 
 
+@pytest.mark.parametrize(
+    ("word", "flag", "left"),
+    [(None, False, None), ("serial", False, None), ("shared", True, None), ("overlapped", False, "serial")],
+)
+def test_what_stands_beside_all_to_alls_is_exported_or_said_to_be_left_out(
+    word: str | None, flag: bool, left: str | None
+) -> None:
+    own = {} if word is None else {"expert_all_to_all": word}
+    job = prepared(
+        model={"config": "qwen3-30b-a3b", "seq_len": 4096},
+        parallel={"ep": 8},
+        costs={"software": "megatron-core"},
+        schedule={"name": "1f1b", "microbatches": 8, **own},
+    )
+    made = export_launch(job, "megatron")
+    assert ("--moe-shared-expert-overlap" in made.files[LAUNCH]) is flag
+    assert made.left_out.get("schedule.expert_all_to_all") == left
+    assert read_back(made).job["schedule"].get("expert_all_to_all") == ("shared" if flag else None)
+
+
 @pytest.mark.parametrize("repeated", [True, False])
 def test_prediction_modules_of_a_pattern_go_to_megatron_and_come_back(repeated: bool) -> None:
     ahead = {"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": repeated}
