@@ -276,6 +276,8 @@ def copied(inputs: Mapping[fx.Node, str], nodes: Iterable[fx.Node], out: Any) ->
     """Nodes as a graph of their own, with what they read beside its inputs, which are given their names there."""
     graph = fx.Graph()
     env = {node: graph.placeholder(name) for node, name in inputs.items()}
+    for node, made in env.items():
+        made.meta = dict(node.meta)
 
     def get(node: fx.Node) -> fx.Node:
         if node not in env:

@@ -156,6 +156,26 @@ def test_what_is_no_experts_is_refused(net: Any, ep: int, said: str) -> None:
     assert said in info.value.message and info.value.kind.exit_code == 2
 
 
+class Unflattened(Layer):
+    """Its experts are given sequences as they come."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        made: Tensor = self.experts(x, index, weights)
+        return x + made
+
+
+def test_tokens_that_are_not_flattened_are_refused_where_nothing_stands_before_the_experts() -> None:
+    def build() -> nn.Module:
+        made = Net()
+        made.layers = nn.ModuleList(Unflattened(Experts()) for _ in range(2))
+        return made
+
+    with pytest.raises(PiperError, match=r"l0 has 1 modules of experts, the first of which reads \[\[2, 3, 4\]"):
+        UserModel(build, tags=TAGS, batch=(2, 3))
+
+
 class Numbered(Experts):
     """Told apart by a buffer, which no rank has a part of."""
 
