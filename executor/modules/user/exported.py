@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import Parameter, signature
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar")
 OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
 BRANCHES = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
-OUTPUTS = "torch.export.register_dataclass of it, or a dict or tuple"
+FIXES = {  # by what torch says
+    "register a pytree": "torch.export.register_dataclass of it, or a dict or tuple",
+    "fake tensor": "keep in the module what a call leaves for others, not beside it (lru_cache, a dict of the file)",
+}
 TOGETHER = 'divide what reads what is divided, too, or "colwise_gather_output" for the linear before it'
 
 
@@ -367,7 +371,7 @@ def _layers(graph: fx.Graph, pattern: str, again: Collection[fx.Node]) -> tuple[
     layers, here = 0, ""
     for node in graph.nodes:
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-        path = next((str(p) for p, _ in stack.values() if fnmatchcase(str(p), pattern)), None)
+        path = next((str(p) for p, _ in stack.values() if p and fnmatchcase(str(p), pattern)), None)
         if path is None:
             at[node] = ()
             continue
@@ -383,7 +387,8 @@ def _layers(graph: fx.Graph, pattern: str, again: Collection[fx.Node]) -> tuple[
 
 def _never_called(module: nn.Module, pattern: str) -> PiperError:
     message = f"{pattern!r} matches modules of {type(module).__name__} that forward never calls"
-    return model_error(message, None, "modules that forward calls", f"model.tags.{SEAM}")
+    inside = any(fnmatchcase(n, f"{pattern}.*") for n, _ in module.named_modules())
+    return model_error(message, f"{pattern}.*" if inside else None, "modules that forward calls", f"model.tags.{SEAM}")
 
 
 def _not_exported(module: nn.Module, error: Exception) -> PiperError:
@@ -395,4 +400,8 @@ def _not_exported(module: nn.Module, error: Exception) -> PiperError:
         where = f" at {last.filename}:{last.lineno}: {linecache.getline(last.filename, last.lineno or 0).strip()}"
     said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
-    return model_error(message, OUTPUTS if "register a pytree" in said else BRANCHES, ALLOWED, "model.module")
+    fix = next((fix for word, fix in FIXES.items() if word in said), BRANCHES)
+    names = (n for n, _ in module.named_modules() if any(map(iskeyword, n.split("."))))
+    if isinstance(error, SyntaxError) and (name := next(names, None)):  # torch.fx writes paths down as code
+        fix = f"another name than {name}, which is a word of Python's"
+    return model_error(message, fix, ALLOWED, "model.module")

@@ -34,8 +34,11 @@ def forward_watched(module: nn.Module) -> Iterator[list[Assigned]]:
     def assigned(self: nn.Module, name: str, value: Any) -> None:
         if id(self) in names:
             path, held = f"{names[id(self)]}.{name}".lstrip("."), vars(self)
-            if isinstance(old := held["_buffers"].get(name), Tensor) and isinstance(value, Tensor) and _new(old, value):
-                raise _beside(f"writes {path}")
+            if isinstance(old := held["_buffers"].get(name), Tensor) and isinstance(value, Tensor):
+                if _same(old, value):  # itself, as `self.table = self.table.to(device)` has it
+                    return
+                if _new(old, value):
+                    raise _beside(f"writes {path}")
             if isinstance(value, int | float) and held.get(name) != value:
                 counted.append((path, self, name, value))
         plain(self, name, value)
@@ -96,6 +99,12 @@ def _new(old: Tensor, value: Tensor) -> bool:
     """Whether it is another value, not the old one in another place or format."""
     alike = old.dtype == value.dtype and old.shape == value.shape
     return alike and old.untyped_storage()._cdata != value.untyped_storage()._cdata
+
+
+def _same(old: Tensor, value: Tensor) -> bool:
+    """Whether it is the old one itself, or a view of all of it."""
+    one, other = ((t.dtype, t.shape, t.stride(), t.storage_offset(), t.untyped_storage()._cdata) for t in (old, value))
+    return one == other
 
 
 def _beside(what: str) -> PiperError:

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,25 @@ def _table(m: nn.Module, x: Tensor) -> Tensor:
     return x * m.table
 
 
+def _named(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.profiler.record_function("twist"):
+        return x * 2.0
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1.0 + 0.04 * x * x)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torchscript_that_optimizes_what_it_has_run_before_does_the_same() -> None:
+    gelu = torch.jit.script(_gelu)
+    model = UserModel(lambda: Net(lambda m, x: gelu(x)), tags=TAGS, batch=(2, 3))
+    model.refuse_impure(2, 3)
+    model.refuse_unlike(8, 1)
+
+
 PURE: dict[str, Twist] = {
+    "a stretch with a name for the profiler": _named,
     "nothing": lambda m, x: x,
     "dropout of nothing": lambda m, x: nn.functional.dropout(x, 0.1, training=False),
     "attention": _attention(0.0),
@@ -107,6 +126,23 @@ def test_what_depends_on_more_than_parameters_and_inputs_is_refused(twist: Twist
 @pytest.mark.parametrize("twist", PURE.values(), ids=PURE)
 def test_what_depends_on_them_alone_is_not(twist: Twist) -> None:
     UserModel(lambda: Net(twist)).refuse_impure(2, 3)
+
+
+@cache
+def _cached(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float32).unsqueeze(-1)
+
+
+def test_a_table_that_the_file_keeps_for_all_calls_is_no_reason_to_fail() -> None:
+    """Exported, it is without values, and so is whatever the code makes by itself behind that."""
+    _cached.cache_clear()
+    model = UserModel(lambda: Net(lambda m, x: x + _cached(x.shape[1])), tags=TAGS, batch=(2, 3))
+    model.refuse_impure(2, 3)
+    model.refuse_unlike(8, 1)
+    with pytest.raises(PiperError) as caught:  # of another export
+        UserModel(lambda: Net(lambda m, x: x + _cached(x.shape[1])), tags=TAGS, batch=(2, 3)).refuse_impure(2, 3)
+    assert str(caught.value.suggestion).startswith("keep in the module what")
+    _cached.cache_clear()
 
 
 def _lists(m: nn.Module, x: Tensor) -> Tensor:
@@ -226,6 +262,14 @@ def test_a_backward_that_goes_by_more_than_its_inputs_is_refused(build: Callable
     for way, what in said.items():
         with pytest.raises(PiperError, match=f"backward .*{what}"):
             UserModel(lambda way=way: build(Later(way)), tags=TAGS, batch=(2, 3)).refuse_unlike(8, 1)
+
+
+def test_a_build_that_ends_the_process_is_named() -> None:
+    def build() -> nn.Module:
+        raise SystemExit(3)
+
+    with pytest.raises(PiperError, match=r"build\(\) failed: SystemExit: 3"):
+        UserModel(build)
 
 
 def test_a_build_that_asks_for_values_is_refused_where_there_are_none() -> None:

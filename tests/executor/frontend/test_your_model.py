@@ -98,6 +98,7 @@ def test_what_no_plan_could_repeat_is_refused_with_the_line(twist: str) -> None:
     [
         ({"PP": "layer.*"}, "no module is called 'layer.*'", "layers.*"),
         ({"PP": "idle.*"}, "that forward never calls", None),
+        ({"PP": "layers"}, "that forward never calls", "layers.*"),
         ({"PP": "layers.*", "EP": "layer.*"}, "no module is called 'layer.*'", "layers.*"),
         ({"DP": "layers.*"}, "DP says nothing of a module", "leave it out"),
     ],
@@ -337,3 +338,61 @@ def test_what_is_written_to_values_made_of_sizes_is_there_for_whoever_reads_them
     assert torch.equal(x, Written.forward(model.module, ids))  # type: ignore[arg-type]
     model.refuse_training()
     model.refuse_unlike(9, 1)
+
+
+class Placed(nn.Module):
+    """A table that forward puts on the device of what it reads; how: what else it does there."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.how = how
+        self.register_buffer("table", torch.linspace(0.5, 1.0, 4).view(1, 1, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x: Tensor = self.embed(ids)
+        self.table = self.how(self.table.to(ids.device))
+        for layer in self.layers:
+            x = layer(x) * self.table
+        return x
+
+
+def test_a_buffer_may_be_put_where_it_is() -> None:
+    plain, ids = Placed(lambda t: t), torch.arange(6).view(2, 3)
+    capture(plain, dtype=DType.FP32, tags={"PP": "layers.*"}, batch=(2, 3))
+    x = ids
+    for chunk in export_cut(plain, {"PP": "layers.*"}, 2, 3).chunks.values():
+        x = chunk(x)
+    assert torch.equal(x, plain(ids))
+    for how in (lambda t: t * 0.9, lambda t: t.flip(2)):
+        with pytest.raises(PiperError, match="forward writes table"):
+            export_cut(Placed(how), {"PP": "layers.*"}, 2, 3)
+
+
+def test_a_star_is_each_module_and_not_the_whole() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+
+    assert UserModel(build, tags={"PP": "*"}, batch=(2, 3)).chunks == ("l0", "l1", "l2")
+
+
+class Words(nn.Module):
+    """A word of Python's for a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Embedding(9, 4), "one": nn.Linear(4, 4), "two": nn.Linear(4, 9)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def test_a_name_that_no_graph_can_be_written_down_with_is_said_to_be_one() -> None:
+    tags = {"PP": "parts.[ot]*"}
+    assert UserModel(lambda: Words("inner"), tags=tags, batch=(2, 3)).chunks == ("embed", "l0", "l1")
+    with pytest.raises(PiperError, match=r"another name than parts\.in, which is a word of Python's"):
+        UserModel(lambda: Words("in"), tags=tags, batch=(2, 3))
