@@ -25,14 +25,13 @@ from executor.launch.step_log import loss_of, norm_of_ranks
 from executor.launch.torchrun import TorchrunRank, joined, rank_context
 from executor.modules.base import TokenLoss
 from executor.runtime.batch import Microbatch, PendingMicrobatch
+from executor.runtime.given import Judged
 from executor.runtime.interpreter import StepResult
 from executor.runtime.rank import RankRun, of_the_batch
 from executor.runtime.spec import PlanRun
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.work import MessageKind
-from ir.job.build import PreparedJob
 from ir.job.run_options import CheckpointOptions, JobRunOptions
-from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 
 ALL = "all"  # the group of every rank
@@ -54,7 +53,7 @@ class PlanRuntime:
 
     def __init__(
         self,
-        judge: Callable[[int], tuple[PreparedJob, Plan]],
+        judge: Callable[[int], Judged],
         options: Callable[[int], JobRunOptions],
         wanted: CheckpointOptions,
     ) -> None:

@@ -16,6 +16,7 @@ from executor.modules.decoder import refuse_model
 from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
 from executor.parallel.inline import check_divided
+from executor.runtime.given import Checksums
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType
 from ir.graph.sync import buckets
@@ -27,8 +28,9 @@ from ir.workload.config.keys import TYPES
 COMPUTE = (DType.BF16, DType.FP32, DType.FP64)  # the first is a fix of what is narrower
 
 
-def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, here: int = 0) -> None:
-    """Raise PiperError for the first thing this executor cannot do.
+def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, here: int = 0) -> Checksums:
+    """Raise PiperError for the first thing this executor cannot do. Returns what a module's build() draws, which ranks
+    are told with the plan.
 
     real: with arithmetic, hence with a model. here: how many of the ranks are on this machine, if not all.
     """
@@ -36,19 +38,19 @@ def refuse(prepared: PreparedJob, backend: str = "gloo", *, real: bool = True, h
         _refuse_nccl(here or prepared.ranks, real, bound=bool(here and os.environ.get("CUDA_VISIBLE_DEVICES")))
         check_device(prepared.plan(), DeviceQueues(_connections()))
     with blaming(prepared.job):
-        _refuse_job(prepared, real)
+        return _refuse_job(prepared, real)
 
 
-def _refuse_job(prepared: PreparedJob, real: bool) -> None:
+def _refuse_job(prepared: PreparedJob, real: bool) -> Checksums:
     if prepared.config.mtp and prepared.layers[-1] == 0:
         message = "an MTP module on a stage without the last layer"
         raise _not_yet(message, "parallel.layers", "at least 1 layer on the last stage")
-    if real:
-        _refuse_arithmetic(prepared)
+    drawn = _refuse_arithmetic(prepared) if real else {}
     _refuse_formats(prepared)
+    return drawn
 
 
-def _refuse_arithmetic(prepared: PreparedJob) -> None:
+def _refuse_arithmetic(prepared: PreparedJob) -> Checksums:
     job = prepared.job
     check_divided(prepared.plan().graph)
     _refuse_patterns(prepared)
@@ -60,14 +62,15 @@ def _refuse_arithmetic(prepared: PreparedJob) -> None:
         raise _not_yet("a stage without layers", "parallel.layers", "at least 1 layer per inner stage")
     if job.model.module is not None or job.model.graph is not None:
         _check_weights(prepared)
-        refuse_module(prepared)
+        drawn = refuse_module(prepared)
         check_sources(job, prepared.config.vocab)
-        return
+        return drawn
     refuse_model(prepared.config)
     _check_weights(prepared)  # of a family that is not built no tensor would have the right name
     _refuse_stored(prepared)
     _refuse_balance(prepared)
     check_sources(job, prepared.config.vocab)
+    return {}
 
 
 def _check_weights(prepared: PreparedJob) -> None:
@@ -117,8 +120,9 @@ def _refuse_balance(prepared: PreparedJob) -> None:
         raise _not_yet("an auxiliary loss of sequences that several ranks share", f"model.{key}", "0")
 
 
-def refuse_module(prepared: PreparedJob) -> None:
-    """Raise PiperError for a user's module without its graph, a graph without its module, or what cannot train.
+def refuse_module(prepared: PreparedJob) -> Checksums:
+    """Raise PiperError for a user's module without its graph, a graph without its module, or what cannot train. Returns
+    what its build() draws.
 
     Runs the file that `[model] module` names.
     """
@@ -139,12 +143,14 @@ def refuse_module(prepared: PreparedJob) -> None:
     from executor.optim.optimizer import decay_of
 
     model, optimizer = model_of(prepared), prepared.job.optimizer
-    idle = model.idle if isinstance(model, UserModel) else ()
+    assert isinstance(model, UserModel)
+    idle = model.idle
     if decayed := [n for n in idle if decay_of(optimizer, n)]:
         message = f"{decayed[0]} would decay, though no gradient reaches it; torch leaves such a parameter as it is"
         said = [*optimizer.no_decay, *_patterns(decayed, prepared)]
         fix = f"no_decay = [{', '.join(map(json.dumps, said))}]"
         raise job_error("optimizer.no_decay", message, fix, "patterns that name all such")
+    return model.drawn
 
 
 def _patterns(names: Sequence[str], prepared: PreparedJob) -> list[str]:

@@ -25,7 +25,7 @@ from executor.launch.launch import folder_for, launch
 from executor.launch.refusals import refuse
 from executor.launch.step_log import loss_of, norm_of_ranks, told_steps
 from executor.parallel.stragglers import slowest
-from executor.runtime.given import given_text
+from executor.runtime.given import Checksums, given_text
 from executor.runtime.spec import PlanRun, taken
 from executor.runtime.target import Target, write_whole
 from ir.core.errors import ErrorKind, PiperError
@@ -59,7 +59,7 @@ def run(
     Raises PiperError: a wrong number of ranks or something not there yet (exit 2), RankFailed (exit 4).
     """
     options.check()
-    check(prepared, plan, options)
+    drawn = check(prepared, plan, options)
     found = verified(settled(saving, prepared, options.steps, real=options.real))
     if found.done(options.steps):
         return nothing_left(prepared, plan, found)
@@ -73,7 +73,7 @@ def run(
             RANK,
             options.ranks,
             PlanRun(options, found, note=options.out is not None, log=log).told(),
-            given=[given_text(prepared, plan)],
+            given=[given_text(prepared, plan, drawn)],
             out=options.out,
             watchdog_s=options.watchdog_s,
             together=options.backend == "local",
@@ -117,16 +117,17 @@ def _routing(results: list[dict[str, Any]], places: RankPlacement) -> str:
     return counts_text(rows)
 
 
-def check(prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> None:
-    """Refuse what `run` would refuse. Raises PiperError (exit 2)."""
+def check(prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> Checksums:
+    """Refuse what `run` would refuse. Raises PiperError (exit 2). Returns what a module's build() draws."""
     if options.ranks != prepared.ranks:
         raise _wrong_ranks(prepared, options)
-    refuse(prepared, options.backend, real=options.real)
+    drawn = refuse(prepared, options.backend, real=options.real)
     if options.racecheck and prepared.job.run.compile:
         message = "compiled code touches memory unseen"
         raise PiperError(ErrorKind.USAGE, message, key="--racecheck", suggestion="--set run.compile=false")
     if options.replay is not None:
         _check_replay(options.replay, plan)
+    return drawn
 
 
 def _check_replay(file: Path, plan: Plan) -> None:

@@ -31,7 +31,7 @@ from executor.launch.run import gathered, nothing_left
 from executor.launch.store import clocks, meeting
 from executor.launch.watch.watchdog import STARTUP_S, RankWatchdog
 from executor.runtime.flight import arm, forget, kept_in
-from executor.runtime.given import given_name, given_text
+from executor.runtime.given import Judged, given_name, given_text
 from executor.runtime.rank import train_rank
 from executor.runtime.spec import PlanRun
 from executor.runtime.target import write_whole
@@ -41,7 +41,6 @@ from ir.core.files import finite, writing
 from ir.job import load_job
 from ir.job.build import PreparedJob, prepare
 from ir.job.run_options import CheckpointOptions, JobRunOptions
-from ir.plan.plan import Plan
 from ir.plan.text import plan_digest
 from ir.trace.text import write_trace
 from ir.trace.trace import Trace
@@ -173,7 +172,7 @@ def main(argv: Sequence[str], tell: Callable[[Mapping[str, Any]], None] = printe
         return error.kind.exit_code
 
 
-def judged(prepared: PreparedJob, options: JobRunOptions, digest: str | None = None) -> tuple[PreparedJob, Plan]:
+def judged(prepared: PreparedJob, options: JobRunOptions, digest: str | None = None) -> Judged:
     """What is to be run, by rank 0. digest: of the only plan that may be.
 
     Raises PiperError: another number of processes, another plan, or not to be run here.
@@ -184,16 +183,14 @@ def judged(prepared: PreparedJob, options: JobRunOptions, digest: str | None = N
         raise PiperError(ErrorKind.USAGE, message, key="WORLD_SIZE", allowed=str(prepared.ranks), suggestion=fix)
     plan = prepared.plan()
     check_plan(plan)
-    refuse(prepared, options.backend, real=options.real, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    drawn = refuse(prepared, options.backend, real=options.real, here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     if digest not in (None, found := plan_digest(plan)):
         fix = f"--set 'parallel.layers={list(prepared.layers)}' in both places"
         raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}", key="--digest", suggestion=fix)
-    return prepared, plan
+    return prepared, plan, drawn
 
 
-def joined(
-    place: TorchrunRank, folder: Path, options: JobRunOptions, told: tuple[PreparedJob, Plan] | None
-) -> tuple[Any, RankWatchdog]:
+def joined(place: TorchrunRank, folder: Path, options: JobRunOptions, told: Judged | None) -> tuple[Any, RankWatchdog]:
     """Meet the others at torchrun's store; what rank 0 has judged is written to the folder."""
     patience = timedelta(seconds=STARTUP_S)
     kept, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=patience))

@@ -13,7 +13,7 @@ from executor.modules.remade import REMADE
 from executor.modules.user.annotate import model_error
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.model import UserModel
-from executor.modules.user.reference import load_callable
+from executor.modules.user.reference import UserModelBuild, load_callable
 from executor.parallel.expert_all_to_all import ExpertGroup
 from executor.parallel.inline import RankRegion
 from executor.parallel.router_guide import ExpertRouterGuide
@@ -117,7 +117,7 @@ def _users(
     job, entries = prepared.job, prepared.base.entries
     path, _, name = reference.rpartition(":")
     divided = region or RankRegion.of(prepared.plan(), 0)
-    build = load_callable(f"{named_path(job.file, path)}:{name}" if path else reference)
+    build = UserModelBuild(load_callable(f"{named_path(job.file, path)}:{name}" if path else reference, job.model.seed))
     parts = {e.chunk.name: e.part.name for e in entries}
     experts = [p.name for e in entries for p in (*e.part.params, *e.part.frozen) if p.expert and p.name in held]
     cuts = [c for name in experts for c in held[name].cuts]
@@ -131,6 +131,7 @@ def _users(
         shard=ModelShard(divided, job.model.tp_plan, *next(((c.count, c.index) for c in cuts), (1, 0))),
         values=weights_of(job),
     )
+    model.drawn = {n: value for n, value in build.drawn.items() if n in model.read}
     model.refuse_training()
     _refuse_another(job.model.graph or "", reference, model, entries)
     if region is None:  # once, before any rank starts

@@ -5,6 +5,7 @@ ranks of a machine, which are forked behind it. So what runs is the plan that wa
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,11 +23,15 @@ from ir.plan.plan import Plan
 from ir.plan.text import parse_plan, plan_digest, plan_text
 from ir.workload.setting import KernelStyle
 
+Checksums = Mapping[str, int]  # of the first values of parameters and buffers, by name
+NOTHING_DRAWN: Checksums = {}
+Judged = tuple[PreparedJob, Plan, Checksums]  # what may run; and what a module's build() has drawn, where it has one
+
 
 @dataclass(frozen=True)
 class _Given:
     """job: resolved, with the layers of each stage, and no file. file: its path, which need not be text. schedule: its
-    name in the plan. plan: the text; digest: its own.
+    name in the plan. plan: the text; digest: its own. drawn: see `Judged`.
     """
 
     job: Job
@@ -36,18 +41,22 @@ class _Given:
     style: KernelStyle
     digest: str
     plan: str
+    drawn: Checksums
 
 
 resolve_types(_Given)
 
 
-def given_text(prepared: PreparedJob, plan: Plan) -> str:
-    """Job and plan as JSON, which `read_given` reads on any machine that has the files the job names."""
+def given_text(prepared: PreparedJob, plan: Plan, drawn: Checksums = NOTHING_DRAWN) -> str:
+    """Job and plan as JSON, which `read_given` reads on any machine that has the files the job names.
+
+    drawn: what ranks are to draw, too; what is not in it, nobody asks for.
+    """
     job, file = prepared.job, os.fsencode(Path(prepared.job.file).resolve())
     parallel = replace(job.parallel, layers=prepared.layers)
     job = replace(job, parallel=parallel, cluster=replace(job.cluster, nodes=None), file="")  # as many as dp needs
     strategy = directives_json(prepared.strategy)
-    given = _Given(job, file, strategy, prepared.schedule, prepared.style, plan_digest(plan), plan_text(plan))
+    given = _Given(job, file, strategy, prepared.schedule, prepared.style, plan_digest(plan), plan_text(plan), drawn)
     return msgspec.json.encode(given).decode()
 
 
@@ -57,7 +66,7 @@ def given_name(number: int) -> str:
 
 
 @cache
-def read_given(path: Path) -> tuple[PreparedJob, Plan]:
+def read_given(path: Path) -> Judged:
     """What a file says, read once in a process and in those forked from it.
 
     Raises PiperError (illegal_plan): the plan that was read has another digest than the one that was judged.
@@ -70,7 +79,7 @@ def read_given(path: Path) -> tuple[PreparedJob, Plan]:
     plan = parse_plan(given.plan, prepared.graph(), str(path))
     if (found := plan_digest(plan)) != given.digest:
         raise PiperError(ErrorKind.ILLEGAL_PLAN, f"the plan's digest is {found}, {given.digest} was to be run")
-    return prepared, PLANS.plan(prepared.structure, lambda: plan)
+    return prepared, PLANS.plan(prepared.structure, lambda: plan), given.drawn
 
 
 def forget() -> None:

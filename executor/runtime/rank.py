@@ -20,6 +20,7 @@ from executor.device.progress import RankProgress
 from executor.device.race import RaceDevice
 from executor.modules.base import TORCH
 from executor.modules.choose import gathered_format
+from executor.modules.user.reference import refuse_other_values
 from executor.modules.user.shared_exports import RankExports, exports_shared
 from executor.parallel.collective import groups
 from executor.parallel.inline import Meeting, RankRegion, inline_groups
@@ -83,6 +84,8 @@ class RankRun:
         run = PlanInterpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm, by_node=by_node)
         keeper = None
         if local is not None:
+            if local.drawn:
+                refuse_other_values(ctx.drawn(), local.drawn)
             keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
             keeper.begin(transport, ctx.store("asked"))
             local.sync.optimizer.ends(o.steps)

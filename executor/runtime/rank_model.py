@@ -11,7 +11,7 @@ from executor.autograd.compiled import CompiledParts, compile_parts
 from executor.autograd.stage import Stage
 from executor.device.device import Device, HostDevice, make_default, on_host
 from executor.device.placed import place
-from executor.modules.base import TORCH
+from executor.modules.base import TORCH, BuiltChunks
 from executor.modules.choose import gathered_format, model_of, recomputed, remade_values, without_backward
 from executor.modules.user.model import UserModel
 from executor.optim.muon import MatrixShardGroup
@@ -34,7 +34,7 @@ from ir.plan.plan import Plan
 class RankModel:
     """What lives on one rank: stages, every parameter once (two uses are one tensor, one gradient), optimizer.
 
-    frozen: parameters that nobody trains.
+    frozen: parameters that nobody trains. drawn: checksums of what the user's own build() made.
     default: where a step's tensors are made that say nothing. Ours all say it, code of a user's own may not.
     """
 
@@ -48,6 +48,7 @@ class RankModel:
     guide: ExpertRouterGuide
     compiled: CompiledParts
     default: torch.device
+    drawn: Mapping[str, int]
 
     @classmethod
     def of(
@@ -79,13 +80,7 @@ class RankModel:
             built = model.build(chunks)
             if isinstance(model, UserModel):
                 model.keep(chunks)
-        for unit in built.units.values():
-            if any(t.device != device.torch for t in (*unit.parameters(), *unit.buffers())):
-                unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
-            if device.torch != HostDevice.torch:
-                place(unit, device.torch)
-        for p in built.params.values():
-            p.data = p.data.contiguous()  # as buckets have them
+        _move(built, device)
         device.bind()
         default = device.torch if isinstance(model, UserModel) and model.live else HostDevice.torch
         make_default(default)
@@ -109,7 +104,8 @@ class RankModel:
         elsewhere = repeated(plan.graph) if region.tp.index else frozenset[str]()
         config = _sync_config(prepared, elsewhere, _cuts(plan.graph, held, region), device)
         sync = BucketSync(rank, places, buckets(plan.graph), params, grads, list(model.shapes), config)
-        return cls(stages, dict(built.extras), params, built.frozen, grads, sync, held, guide, compiled, default)
+        drawn = model.drawn if isinstance(model, UserModel) else {}
+        return cls(stages, dict(built.extras), params, built.frozen, grads, sync, held, guide, compiled, default, drawn)
 
     def kernels(self) -> RealKernels:
         return RealKernels(self.stages, self.extras, self.sync)
@@ -121,6 +117,17 @@ class RankModel:
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.params.values(), *self.frozen.values(), *self.grads.sums.values(), *self.sync.tensors()]
+
+
+def _move(built: BuiltChunks, device: Device) -> None:
+    """To the device, parameters as buckets have them."""
+    for unit in built.units.values():
+        if any(t.device != device.torch for t in (*unit.parameters(), *unit.buffers())):
+            unit.to(device.torch)  # moves the parameters themselves, so that ties stay ties
+        if device.torch != HostDevice.torch:
+            place(unit, device.torch)
+    for p in built.params.values():
+        p.data = p.data.contiguous()
 
 
 def _cuts(graph: Graph, held: Mapping[str, ParamShard], region: RankRegion) -> dict[str, MatrixShardGroup]:

@@ -20,7 +20,7 @@ from executor.device.progress import RankProgress, RankState
 from executor.device.race import RaceDevice
 from executor.modules.user.shared_exports import RankExports
 from executor.runtime.flight import arm, listen, operations, operations_file
-from executor.runtime.given import given_name, read_given
+from executor.runtime.given import Checksums, given_name, read_given
 from executor.runtime.target import NO_ROOM, find, temporary, write_whole
 from executor.transport.base import Transport, TransportError, TransportTopology
 from executor.transport.groups import GlooTransport, NcclTransport, file_store
@@ -80,7 +80,11 @@ class RankContext:
 
     def given(self, number: int = 0) -> tuple[PreparedJob, Plan]:
         """The resolved job and the plan that this launch was given, of several the number-th."""
-        return read_given(self.dir / given_name(number))
+        return read_given(self.dir / given_name(number))[:2]
+
+    def drawn(self, number: int = 0) -> Checksums:
+        """What its module's build() has drawn before any rank began."""
+        return read_given(self.dir / given_name(number))[2]
 
     def store(self, name: str = "groups") -> Any:
         return self.open_store(name) if self.open_store is not None else file_store(str(self.dir / name), self.world)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from ir.core.errors import ErrorKind, PiperError, nearest, usage_error
 from ir.job import Job, load_job
-from ir.job.build import PreparedJob
 from ir.job.run_options import CheckpointOptions, JobRunOptions
-from ir.plan.plan import Plan
 from piper_sim.app.captured import with_graph
 from piper_sim.pricing.prepare import hardware_of, prepare_priced
 
 if TYPE_CHECKING:
     from executor.launch.plan_runtime import PlanRuntime
+    from executor.runtime.given import Judged
 
 BACKENDS = ("gloo", "nccl")  # between processes
 
@@ -50,7 +49,7 @@ def runtime(
         message, fix = f"overrides of a job that is loaded: {set}", f"runtime(load_job(path, set={set!r}))"
         raise usage_error("set", message, fix, "with a path, or sections")
 
-    def judge(ranks: int) -> tuple[PreparedJob, Plan]:
+    def judge(ranks: int) -> Judged:
         found = with_graph(job if isinstance(job, Job) else load_job(job, set))
         if steps is None and found.optimizer.schedule == "wsd":
             message, fix = "wsd falls at the end of a loop whose end is not known", "runtime(job, steps=1000)"

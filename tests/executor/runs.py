@@ -87,10 +87,12 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
     return Ran(sets, plan, found, trace, grads, params, first)
 
 
-def two_steps(folder: Path, job: str, sets: Sequence[str]) -> tuple[Mapping[str, Any], list[Arrays]]:
+def two_steps(
+    folder: Path, job: str, sets: Sequence[str], backend: str = "gloo"
+) -> tuple[Mapping[str, Any], list[Arrays]]:
     """A run of a job that is only planned, not predicted: its JSON object, and what each rank ended with."""
     prepared = prepare(load_job(job, sets))
-    options = JobRunOptions(prepared.ranks, steps=2, watchdog_s=20.0, dump=folder)
+    options = JobRunOptions(prepared.ranks, steps=2, backend=backend, watchdog_s=20.0, dump=folder)
     found, _ = cli.run(prepared, prepared.plan(), options)
     return found, [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
 

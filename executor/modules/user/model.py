@@ -61,7 +61,7 @@ class UserModel:
     tags say by module path where its layers are; then it is exported for microbatches of `batch`, sequences and tokens.
     shard: what this rank has of it. values: the files that have its parameters' values; none are drawn, and a rank
     reads those of its own chunks when it keeps them. shapes, frozen: of its parameters that are trained, and of those
-    that are read and not trained.
+    that are read and not trained. drawn: checksums of what build() made of what is read, where somebody has noted them.
 
     >>> from executor.modules.user.annotate import annotate
     >>> class Net(nn.Module):
@@ -119,7 +119,7 @@ class UserModel:
             given = (*batch, shard.region, held, seed, whole)
             self._cut = export_cut(self.module, tags, *given) if tags else cut(self.module)
         self.partly = tuple(n for k, n in self._names.items() if k in self._cut.partly)
-        self._batch = batch
+        self._batch, self.drawn = batch, dict[str, int]()
         self._ep, self._region = shard.ep, shard.region
         chunks, read = self._cut.chunks.items(), self.reads_tokens
         found = {c: cut_at_experts(c, chunk, shard.region, ids=c in read) for c, chunk in chunks}
@@ -238,6 +238,13 @@ class UserModel:
         }
         named = {f"{name}.{u}": tuple(f"{name}.{r}" for r in reads) for u, reads in wired.items()}
         return {f"{name}.{u}": module for u, module in units.items()}, named
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Parameters and buffers that some chunk reads."""
+        held = [*self.module.named_parameters(), *self.module.named_buffers()]
+        used = {id(t) for c in self.chunks for m in self._modules(c) for t in (*m.parameters(), *m.buffers())}
+        return frozenset(n for n, t in held if id(t) in used)
 
     def keep(self, chunks: Sequence[str]) -> None:
         """Let go of every value that none of these chunks reads.

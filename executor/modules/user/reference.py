@@ -1,16 +1,31 @@
-"""What `[model] module = "my_model.py:build"` refers to."""
+"""What `[model] module = "my_model.py:build"` refers to, and what its build() draws: the same on every rank."""
 
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
 
 from executor.modules.base import TRACING
+from executor.modules.user.annotate import model_error
+from executor.modules.user.purity import host_seeded
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import run_file
 
+SEEDED = "values that torch, numpy and random draw, which model.seed has seeded"
 
-def load_callable(reference: str) -> object:
-    """The object that `path/file.py:name` refers to. Runs that file: only ever one the user named.
 
-    Raises PiperError (model): not `file.py:name`, or no such callable; (io): no such file.
+def load_callable(reference: str, seed: int = 0) -> Callable[..., object]:
+    """What `path/file.py:name` refers to. Runs that file: only ever one the user named.
+
+    It runs without arguments, and draws from the seed.
+
+    Raises PiperError (model): not `file.py:name`, no such callable, or the file fails; (io): no such file.
 
     >>> load_callable("nowhere.py:build")
     Traceback (most recent call last):
@@ -23,10 +38,80 @@ def load_callable(reference: str) -> object:
         raise PiperError(ErrorKind.MODEL, f"not a callable: {reference!r}", key="model.module", allowed="file.py:name")
     if not file.is_file():
         raise PiperError(ErrorKind.IO, "no such file", file=path)
-    with TRACING:  # packages that put another module in their own place are not to be imported by two threads at once
-        module = run_file(f"piper_user_{file.stem}", file)
+    # Packages that put another module in their own place are not to be imported by two threads at once.
+    with TRACING, torch.random.fork_rng(devices=[]), host_seeded(seed), _without_arguments(file):
+        torch.manual_seed(seed)
+        try:
+            module = run_file(f"piper_user_{file.stem}", file)
+        except (Exception, SystemExit) as error:
+            raise _failed(file, error) from error
     if not callable(found := getattr(module, name, None)):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         fix = nearest(name, known)
         raise PiperError(ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=fix)
-    return found
+    return cast(Callable[..., object], found)
+
+
+@contextmanager
+def _without_arguments(file: Path) -> Iterator[None]:
+    """Those of this process are not for the file."""
+    before, sys.argv = sys.argv, [str(file)]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _failed(file: Path, error: BaseException) -> PiperError:
+    """Said of the user's last line that it came from."""
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == file.parent]
+    at = f"{Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else file.name
+    message = f"{file.name} cannot be run: {type(error).__name__}: {str(error)[:200]}"
+    if not isinstance(error, SyntaxError):  # which says itself where
+        message += f" ({at})"
+    allowed = "a file that Python runs as it stands, without arguments, and what it imports"
+    return model_error(message, f"see that `python {file}` ends without an error", allowed, "model.module")
+
+
+class UserModelBuild:
+    """build(), and checksums of what its last call has made; of what is without values, none."""
+
+    def __init__(self, build: Callable[[], object]) -> None:
+        self.build = build
+        self.drawn: Mapping[str, int] = {}
+
+    def __call__(self) -> object:
+        made = self.build()
+        self.drawn = checksums(made) if isinstance(made, nn.Module) else {}
+        return made
+
+
+def checksums(module: nn.Module) -> Mapping[str, int]:
+    """Of its parameters and buffers that have values.
+
+    >>> list(checksums(nn.Linear(2, 1)))
+    ['weight', 'bias']
+    """
+    held = [*module.named_parameters(), *module.named_buffers()]
+    return {name: _checksum(t.detach()) for name, t in held if type(t.data) is Tensor and _is_plain(t)}
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.device.type == "cpu" and t.layout is torch.strided and not t.is_quantized
+
+
+def _checksum(t: Tensor) -> int:
+    plain = t.resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)
+
+
+def refuse_other_values(first: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """Raise PiperError (model): a rank's build() has made other values than the one before all ranks' has.
+
+    >>> refuse_other_values({"w": 1}, {"w": 1})
+    """
+    odd = next((n for n in first if n in found and first[n] != found[n]), None)
+    if odd is not None:
+        message = f"build() makes other values of {odd} each time, and ranks would train different models"
+        fix = "draw them behind torch's own generator, without a seed from the clock or the system"
+        raise model_error(message, fix, SEEDED, "model.module")

@@ -195,11 +195,41 @@ class _AsItStands(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
+_BESIDE: dict[str, set[str]] = {}  # by folder of a file that was run: modules imported from there
+
+
 def run_file(label: str, path: str | Path) -> ModuleType:
-    """Run a file as the module `label`, and what that module then is."""
+    """Run a file as the module `label`, and what that module then is. It may import what lies beside it, as Python
+    imports it, but anew for each run.
+    """
     spec = spec_from_loader(label, _AsItStands(label, str(path)))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[label] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with _siblings(str(Path(path).resolve().parent)):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _siblings(folder: str) -> Iterator[None]:
+    """Inside, what lies in the folder can be imported, behind all else: it must not stand in for a library."""
+    for name in [name for names in _BESIDE.values() for name in names]:
+        sys.modules.pop(name, None)
+    others = [f for f in sys.path if f not in _BESIDE]
+    if folder not in others:
+        _BESIDE[folder] = set()
+        sys.path[:] = [*others, folder, *(f for f in _BESIDE if f != folder)]
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        new = {n: getattr(m, "__file__", None) for n, m in sys.modules.items() if n not in before}
+        tops = {n.partition(".")[0] for n, file in new.items() if file and _is_in(folder, n, file)}
+        _BESIDE.get(folder, set()).update(n for n in new if n.partition(".")[0] in tops)
+
+
+def _is_in(folder: str, module: str, file: str) -> bool:
+    """Whether a module's file lies there by its name; one of an environment that lies there has more before it."""
+    first = Path(file).relative_to(folder).parts[0] if Path(file).is_relative_to(folder) else ""
+    return first.removesuffix(".py") == module.partition(".")[0]

@@ -96,9 +96,9 @@ class AllocationRanks(MachineRanks):
         if options.backend == "local":
             return super().run(prepared, plan, options, saving)
         options.check()
-        check(prepared, plan, options)
+        drawn = check(prepared, plan, options)
         spec = PlanRun(options, verified(settled(saving, prepared, options.steps, real=options.real)))
-        told = {"given": [given_text(prepared, plan)], "watchdog_s": options.watchdog_s, "fault": fault}
+        told = {"given": [given_text(prepared, plan, drawn)], "watchdog_s": options.watchdog_s, "fault": fault}
         ends = self._run({"target": describe(RANK), "args": spec.told(), **told})
         return gathered(prepared, plan, [{**end["result"], "clock": end["clock"]} for end in ends])
 

@@ -31,8 +31,8 @@ class PlanExecutor(Protocol):
     def run(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> tuple[dict[str, Any], Trace]:
         """Run a plan."""
 
-    def check(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> None:
-        """Refuse what cannot be run."""
+    def check(self, prepared: PreparedJob, plan: Plan, options: JobRunOptions) -> object:
+        """Refuse what cannot be run; nobody asks for what it returns."""
 
 
 @dataclass(frozen=True)

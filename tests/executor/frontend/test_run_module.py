@@ -13,8 +13,10 @@ import torch
 from executor.device.device import HostDevice
 from executor.frontend import capture
 from executor.launch.refusals import refuse
+from executor.launch.watch.verdict import RankFailed
 from executor.modules import choose
 from executor.modules.user.model import UserModel
+from executor.modules.user.reference import load_callable
 from executor.runtime import rank_model
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
@@ -91,6 +93,53 @@ def test_a_users_module_in_a_pipeline_equals_itself_in_one_process(sets: tuple[s
 def test_its_two_copies_and_its_ties_are_summed() -> None:
     assert 0.0 < _error("build", "schedule.name=dualpipe", "parallel.pp=2") <= 1e-10
     assert 0.0 < _error("build_tied", "schedule.name=zb1p") <= 1e-10
+
+
+SEED = "    torch.manual_seed({})\n    net = Net()\n"
+OWN = "    own = torch.Generator()\n    own.seed()\n    net = Net()\n    net.head.weight.data.normal_(generator=own)\n"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+@pytest.mark.parametrize("body", [SEED.format("int.from_bytes(os.urandom(4))"), SEED.format("time.time_ns()"), OWN])
+def test_values_that_each_rank_would_draw_otherwise_are_refused(body: str, backend: str, tmp_path: Path) -> None:
+    job = _job(tmp_path, "other", source=_other(body))
+    with pytest.raises(RankFailed, match=r"model\.module: build\(\) makes other values of .*each time"):
+        two_steps(tmp_path, job, ("schedule.microbatches=4",), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_a_module_made_at_import_has_the_values_of_the_seed(backend: str, tmp_path: Path) -> None:
+    """Every rank imports its file; and what a plan trains is what a process alone does."""
+    source = Path(small_net.__file__).read_text() + "\n\nNET = Net()\n\n\ndef other():\n    return NET\n"
+    found, _ = two_steps(tmp_path, _job(tmp_path, "other", source=source), (), backend=backend)
+    assert found["losses"] == two_steps(tmp_path, _job(tmp_path), (), backend=backend)[0]["losses"]
+
+
+def test_values_that_nobody_reads_may_be_any(tmp_path: Path) -> None:
+    """A cache for generating, left as memory was."""
+    body = SEED.format(3) + "    net.register_buffer('cache', torch.full((8,), float(time.time_ns() % 10**6)))\n"
+    two_steps(tmp_path, _job(tmp_path, "other", source=_other(body)), ())
+
+
+def _other(body: str) -> str:
+    text = Path(small_net.__file__).read_text()
+    return f"{text}\n\nimport os, time\n\ndef other():\n{body}    return net\n"
+
+
+def test_a_file_that_cannot_be_run_is_said_to_be_the_users(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("\nraise ValueError('a beam fell')\n")
+    texts = {
+        "def (": r"mine.py cannot be run: SyntaxError: .*\(mine.py, line 1\)",
+        "import torchh": r"mine.py cannot be run: ModuleNotFoundError: No module named 'torchh' \(mine.py:1\)",
+        "import beside": r"mine.py cannot be run: ValueError: a beam fell \(beside.py:2\)",
+        "raise SystemExit(3)": r"mine.py cannot be run: SystemExit: 3 \(mine.py:1\)",
+    }
+    for text, said in texts.items():
+        (tmp_path / "mine.py").write_text(text)
+        with pytest.raises(PiperError, match=said):
+            load_callable(f"{tmp_path / 'mine.py'}:build")
+    (tmp_path / "mine.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\nbuild = print")
+    assert load_callable(f"{tmp_path / 'mine.py'}:build") is print
 
 
 def test_a_rank_keeps_the_values_of_its_own_stages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

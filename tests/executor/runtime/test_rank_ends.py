@@ -158,7 +158,7 @@ def test_what_was_given_is_what_is_read_and_another_plan_is_refused(tmp_path: Pa
     prepared, plan = judged(tmp_path, "parallel.dp=2", "schedule.microbatches=2")
     text, file = given_text(prepared, plan), tmp_path / given_name(1)
     file.write_text(text)
-    again, read = read_given(file)
+    again, read, _ = read_given(file)
     assert plan_digest(read) == plan_digest(plan) and read_given(file)[1] is read
     assert (again.layers, again.schedule, again.mesh) == (prepared.layers, prepared.schedule, prepared.mesh)
     forget()

@@ -134,6 +134,43 @@ def test_a_users_file_is_run_as_it_stands_and_nothing_is_left_beside_it(
     assert found == [1, 2] and [p.name for p in tmp_path.iterdir()] == ["mine.py"]
 
 
+def test_a_users_file_imports_what_lies_beside_it_and_no_other_files_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # a library that nobody has imported
+    before, found = set(sys.modules), []
+    for name in ("one", "two", "one"):
+        (folder := tmp_path / name).mkdir(exist_ok=True)
+        (folder / "parts").mkdir(exist_ok=True)
+        (folder / "beside_it.py").write_text(f"value = '{name}, {len(found)}'\n")
+        (folder / "parts" / "inner.py").write_text(f"value = '{name}'\n")
+        (folder / "colorsys.py").write_text("raise RuntimeError('no library stands behind what lies here')\n")
+        (folder / "mine.py").write_text("import colorsys, beside_it, parts.inner\n")
+        made = run_file("piper_user_mine", folder / "mine.py")
+        found.append((made.beside_it.value, made.parts.inner.value))
+        os.utime(folder / "beside_it.py", (1e9 + len(found),) * 2)
+    assert found == [("one, 0", "one"), ("two, 1", "two"), ("one, 2", "one")]
+    assert (set(sys.modules) - before) | {"piper_user_mine"} == {
+        "piper_user_mine",
+        "beside_it",
+        "parts",
+        "parts.inner",
+        "colorsys",
+    }
+
+
+def test_an_environment_beside_a_users_file_is_not_imported_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "environment" / "packages"
+    packages.mkdir(parents=True)
+    monkeypatch.syspath_prepend(packages)
+    (packages / "installed_there.py").write_text("")
+    (tmp_path / "mine.py").write_text("import installed_there\n")
+    one, two = (run_file("piper_user_mine", tmp_path / "mine.py").installed_there for _ in range(2))
+    assert one is two
+
+
 def test_a_hidden_field_is_neither_read_nor_offered() -> None:
     @dataclass
     class Table:
