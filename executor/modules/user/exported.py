@@ -40,6 +40,7 @@ from executor.modules.user.watched import (
     refuse_counter,
     refuse_hidden_writes,
     refuse_unseen,
+    register,
 )
 from executor.modules.user.writes import made_of, reaching, storages, written
 from executor.parallel.divided_reads import Places, places
@@ -188,7 +189,8 @@ def shapes_of(module: nn.Module, size: int, length: int) -> Places:
 
 def copy_of(module: nn.Module) -> nn.Module:
     """With tensors of the module's own, and what else it holds as it is now."""
-    held = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))
+    held = {id(t): t for t in (*module.parameters(), *module.buffers(), *plain)}
     with suppress(Exception):  # what cannot be copied is called itself
         return deepcopy(module, held)
     return module
@@ -251,8 +253,17 @@ def _once(module: nn.Module, size: int, length: int, index: int) -> tuple[fx.Gra
 
 def _watched(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]]:
     """The whole forward as one graph, with the user's functions in it; numbers that it assigned."""
-    with functions_kept() as calls, forward_watched(module) as assigned:
-        root = _exported(module, size, length)
+    failure, root = None, None
+    with functions_kept() as calls, forward_watched(module) as (assigned, unregistered):
+        try:
+            root = _exported(module, size, length)
+        except PiperError as error:
+            failure = error
+    if unregistered:  # buffers are what torch.export knows
+        register(unregistered)
+        return _watched(module, size, length)
+    if root is None:
+        raise failure or AssertionError
     call_functions(root.graph, calls)
     return root, assigned
 

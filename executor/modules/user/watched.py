@@ -16,6 +16,7 @@ from executor.modules.user.writes import storages, written
 from ir.core.errors import PiperError
 
 Assigned = tuple[str, nn.Module, str, float]
+Unregistered = tuple[nn.Module, str, Tensor]  # a tensor that is an attribute, and no buffer
 UNSEEN = {
     "cond": ("torch.cond", "torch.where of both"),
     "_vmap_increment_nesting": ("torch.vmap", "a dim more: broadcasting, or einsum"),
@@ -24,12 +25,14 @@ UNSEEN = {
 
 
 @contextmanager
-def forward_watched(module: nn.Module) -> Iterator[list[Assigned]]:
-    """Gives the numbers that forward has assigned to attributes, which torch.export takes back.
+def forward_watched(module: nn.Module) -> Iterator[tuple[list[Assigned], list[Unregistered]]]:
+    """Gives the numbers that forward has assigned to attributes, which torch.export takes back; and tensors that it
+    would put where they are, as `self.table = self.table.to(device)`, though nobody has registered them.
 
     Raises PiperError (model): it assigns buffers, or draws numbers on the host.
     """
     names, plain, counted = {id(m): n for n, m in module.named_modules()}, nn.Module.__setattr__, list[Assigned]()
+    unregistered = list[Unregistered]()
 
     def assigned(self: nn.Module, name: str, value: Any) -> None:
         if id(self) in names:
@@ -41,12 +44,15 @@ def forward_watched(module: nn.Module) -> Iterator[list[Assigned]]:
                     raise _beside(f"writes {path}")
             if isinstance(value, int | float) and held.get(name) != value:
                 counted.append((path, self, name, value))
+            if isinstance(old := held.get(name), Tensor) and isinstance(value, Tensor) and _is_constant(old, value):
+                unregistered.append((self, name, old))
+                return  # what an export makes has no values
         plain(self, name, value)
 
     before = random.getstate(), numpy_state()
     type.__setattr__(nn.Module, "__setattr__", assigned)
     try:
-        yield counted
+        yield counted, unregistered
     finally:
         type.__setattr__(nn.Module, "__setattr__", plain)
     if before != (random.getstate(), numpy_state()):
@@ -93,6 +99,18 @@ def refuse_unseen(root: fx.GraphModule) -> None:
 
 def _held(root: fx.GraphModule, node: object) -> Any:
     return getattr(root, str(node.target), None) if isinstance(node, fx.Node) and node.op == "get_attr" else None
+
+
+def register(found: list[Unregistered]) -> None:
+    """As buffers that no checkpoint has."""
+    for module, name, value in found:
+        if name in vars(module):
+            delattr(module, name)
+            module.register_buffer(name, value, persistent=False)
+
+
+def _is_constant(old: Tensor, value: Tensor) -> bool:
+    return not (old.requires_grad or value.requires_grad) and old.shape == value.shape
 
 
 def _new(old: Tensor, value: Tensor) -> bool:

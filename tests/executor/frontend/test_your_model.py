@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -343,11 +344,14 @@ def test_what_is_written_to_values_made_of_sizes_is_there_for_whoever_reads_them
 class Placed(nn.Module):
     """A table that forward puts on the device of what it reads; how: what else it does there."""
 
-    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, how: Callable[[Tensor], Tensor], registered: bool = True) -> None:
         super().__init__()
         self.embed, self.layers = nn.Embedding(9, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.how = how
-        self.register_buffer("table", torch.linspace(0.5, 1.0, 4).view(1, 1, 4))
+        self.how, table = how, torch.linspace(0.5, 1.0, 4).view(1, 1, 4)
+        if registered:
+            self.register_buffer("table", table)
+        else:  # as Llama's own code has its frequencies
+            self.table = table
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits."""
@@ -358,8 +362,13 @@ class Placed(nn.Module):
         return x
 
 
-def test_a_buffer_may_be_put_where_it_is() -> None:
-    plain, ids = Placed(lambda t: t), torch.arange(6).view(2, 3)
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
+def test_a_buffer_may_be_put_where_it_is(registered: bool) -> None:
+    plain, ids = Placed(lambda t: t, registered), torch.arange(6).view(2, 3)
+    model = UserModel(partial(Placed, lambda t: t, registered), tags={"PP": "layers.*"}, batch=(2, 3))
+    model.refuse_impure(2, 3)
+    model.refuse_unlike(9, 1)
     capture(plain, dtype=DType.FP32, tags={"PP": "layers.*"}, batch=(2, 3))
     x = ids
     for chunk in export_cut(plain, {"PP": "layers.*"}, 2, 3).chunks.values():
@@ -367,7 +376,7 @@ def test_a_buffer_may_be_put_where_it_is() -> None:
     assert torch.equal(x, plain(ids))
     for how in (lambda t: t * 0.9, lambda t: t.flip(2)):
         with pytest.raises(PiperError, match="forward writes table"):
-            export_cut(Placed(how), {"PP": "layers.*"}, 2, 3)
+            export_cut(Placed(how, registered), {"PP": "layers.*"}, 2, 3)
 
 
 def test_a_star_is_each_module_and_not_the_whole() -> None:
