@@ -131,7 +131,9 @@ def _users(
         shard=ModelShard(divided, job.model.tp_plan, *next(((c.count, c.index) for c in cuts), (1, 0))),
         values=weights_of(job),
     )
-    model.drawn = {n: value for n, value in build.drawn.items() if n in model.read}
+    files = weights_of(job)
+    from_build = {n for n in model.read if files is None or (n in model.shapes and files.lacks(n, model.shapes[n]))}
+    model.drawn = {n: value for n, value in build.drawn.items() if n in from_build}
     model.refuse_training()
     _refuse_another(job.model.graph or "", reference, model, entries)
     if region is None:  # once, before any rank starts

@@ -213,17 +213,21 @@ def run_file(label: str, path: str | Path) -> ModuleType:
 
 @contextmanager
 def _siblings(folder: str) -> Iterator[None]:
-    """Inside, what lies in the folder can be imported, behind all else: it must not stand in for a library."""
+    """Inside, what lies in the folder can be imported, behind all else: it must not stand in for a library. No bytecode
+    is left there, which might be taken for that of another version.
+    """
     for name in [name for names in _BESIDE.values() for name in names]:
         sys.modules.pop(name, None)
     others = [f for f in sys.path if f not in _BESIDE]
     if folder not in others:
         _BESIDE[folder] = set()
         sys.path[:] = [*others, folder, *(f for f in _BESIDE if f != folder)]
-    before = set(sys.modules)
+    before, writes = set(sys.modules), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = writes
         new = {n: getattr(m, "__file__", None) for n, m in sys.modules.items() if n not in before}
         tops = {n.partition(".")[0] for n, file in new.items() if file and _is_in(folder, n, file)}
         _BESIDE.get(folder, set()).update(n for n in new if n.partition(".")[0] in tops)
