@@ -234,6 +234,9 @@ def _narrow_attention(kernel: Kernel, hw: DeviceHardware) -> float:
         raise PiperError(
             ErrorKind.HARDWARE, message, key="precision.attention", allowed=["bf16", *known], suggestion=fix
         )
+    *_, qk_dim, v_dim = kernel.shape
+    if qk_dim + v_dim <= 2 * 128:
+        found = hw.attention.fp8_narrow.get(hw.fp8_recipe, found)
     return found[is_backward(kernel)]
 
 

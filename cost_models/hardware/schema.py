@@ -93,7 +93,8 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     pull request 2597), nothing found of others. fixed: what one order of sums (`[costs] deterministic`) leaves of the
     backward rate; portable_fixed: the same of a portable kernel; null: as the other. fixed_dropout: of both rates
     before dropout, where no usual kernel can do both and another one runs. fp8: recipe -> forward and backward rates in
-    fp8 over those of 16 bits, casts apart; without one there is no such kernel.
+    fp8 over those of 16 bits, casts apart; without one there is no such kernel. fp8_narrow: the same of heads with at
+    most 128 features, which gain less; without, as of others.
     """
 
     forward_efficiency: Share
@@ -109,6 +110,7 @@ class AttentionKernel(msgspec.Struct, frozen=True, kw_only=True):
     portable_fixed: Share | None = None
     fixed_dropout: tuple[Share, Share] | None = None
     fp8: dict[Fp8Recipe, tuple[Positive, Positive]] = {}
+    fp8_narrow: dict[Fp8Recipe, tuple[Positive, Positive]] = {}
 
 
 class RecurrenceKernel(msgspec.Struct, frozen=True, kw_only=True):

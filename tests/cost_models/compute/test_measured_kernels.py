@@ -112,15 +112,22 @@ def test_recurrences_reach_neither_the_rates_of_products_nor_all_at_once():
 @pytest.mark.parametrize("gpu", ["gb200", "gb300"])
 @pytest.mark.parametrize("of", ["mxfp8 forward", "mxfp8 backward", "tensor forward", "tensor backward"])
 def test_attention_in_fp8(gpu, of):
-    found = sizes(FOUND, "sdpa", gpu, of)
-    assert median(found) < 0.07 and max(found) < 0.21
-    # Negative control: the rates of 16 bits.
+    """Latent heads, and those of 128 features, which gain less, the more so in short sequences."""
     rows = [
         x for x in lines(DATA / "kernels" / "sdpa_fp8.csv") if (x["gpu"], f"{x['fp8_recipe']} {x['pass']}") == (gpu, of)
     ]
+    latent, narrow = ([x for x in rows if (x["qk_dim"] == "128") is narrow] for narrow in (False, True))
     hw = load_hardware(GPUS[gpu])
-    control = structs.replace(hw, attention=structs.replace(hw.attention, fp8={x: (1, 1) for x in ("mxfp8", "tensor")}))
-    assert min(attention(x, control) / seconds(x, "sdpa") - 1 for x in rows) > 0.1
+    found = [abs(attention(x, hw) / seconds(x, "sdpa") - 1) for x in latent]
+    assert median(found) < 0.07 and max(found) < 0.21
+    found = {int(x["seq_len"]): abs(attention(x, hw) / seconds(x, "sdpa") - 1) for x in narrow}
+    assert all(error < (0.11 if seq_len in (4096, 8192) else 0.29) for seq_len, error in found.items())
+    # Negative controls: the rates of 16 bits; one gain for all heads.
+    of_bf16 = structs.replace(hw.attention, fp8={x: (1, 1) for x in ("mxfp8", "tensor")}, fp8_narrow={})
+    control = structs.replace(hw, attention=of_bf16)
+    assert min(attention(x, control) / seconds(x, "sdpa") - 1 for x in latent) > 0.1
+    control = structs.replace(hw, attention=structs.replace(hw.attention, fp8_narrow={}))
+    assert min(attention(x, control) / seconds(x, "sdpa") - 1 for x in narrow) < -0.14
 
 
 def test_the_attention_of_hopper_in_training_is_below_that_of_bursts():
