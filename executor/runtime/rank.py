@@ -84,7 +84,7 @@ class RankRun:
         run = PlanInterpreter(program, kernels, transport, ctx.progress, device, empty, o.emulate_comm, by_node=by_node)
         keeper = None
         if local is not None:
-            if local.drawn:
+            if local.drawn and ctx.world > 1:
                 refuse_other_values(ctx.drawn(), local.drawn)
             keeper = RankCheckpoint(s.saving, prepared, plan, ctx.rank, local.sync, local.shares, ctx.progress)
             keeper.begin(transport, ctx.store("asked"))

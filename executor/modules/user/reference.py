@@ -39,7 +39,7 @@ def load_callable(reference: str, seed: int = 0) -> Callable[..., object]:
     if not file.is_file():
         raise PiperError(ErrorKind.IO, "no such file", file=path)
     # Packages that put another module in their own place are not to be imported by two threads at once.
-    with TRACING, torch.random.fork_rng(devices=[]), host_seeded(seed), _without_arguments(file):
+    with TRACING, torch.random.fork_rng(devices=[]), host_seeded(seed), _without_arguments(file), _one_thread():
         torch.manual_seed(seed)
         try:
             module = run_file(f"piper_user_{file.stem}", file)
@@ -50,6 +50,17 @@ def load_callable(reference: str, seed: int = 0) -> Callable[..., object]:
         fix = nearest(name, known)
         raise PiperError(ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=fix)
     return cast(Callable[..., object], found)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As ranks have it: where a tensor is cut between threads, the last bit of an elementwise function may differ."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -81,7 +92,8 @@ class UserModelBuild:
         self.drawn: Mapping[str, int] = {}
 
     def __call__(self) -> object:
-        made = self.build()
+        with _one_thread():
+            made = self.build()
         self.drawn = checksums(made) if isinstance(made, nn.Module) else {}
         return made
 

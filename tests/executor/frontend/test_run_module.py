@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from executor.device.device import HostDevice
 from executor.frontend import capture
@@ -16,7 +17,7 @@ from executor.launch.refusals import refuse
 from executor.launch.watch.verdict import RankFailed
 from executor.modules import choose
 from executor.modules.user.model import UserModel
-from executor.modules.user.reference import load_callable
+from executor.modules.user.reference import UserModelBuild, load_callable
 from executor.runtime import rank_model
 from executor.runtime.batch import MicrobatchLoader
 from ir.core.errors import PiperError
@@ -119,6 +120,22 @@ def test_values_that_nobody_reads_may_be_any(tmp_path: Path) -> None:
     """A cache for generating, left as memory was."""
     body = SEED.format(3) + "    net.register_buffer('cache', torch.full((8,), float(time.time_ns() % 10**6)))\n"
     two_steps(tmp_path, _job(tmp_path, "other", source=_other(body)), ())
+
+
+def test_one_rank_alone_may_draw_as_it_likes(tmp_path: Path) -> None:
+    job = _job(tmp_path, "other", source=_other(SEED.format("time.time_ns()")))
+    two_steps(tmp_path, job, ("parallel.pp=1",))
+
+
+def test_a_build_has_one_thread_as_ranks_have() -> None:
+    """With more, the last bits of what it computes would be others than theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        build = UserModelBuild(lambda: nn.ParameterList([torch.full((1,), float(torch.get_num_threads()))]))
+        assert cast(Any, build())[0].item() == 1.0 and build.drawn and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def _other(body: str) -> str:
