@@ -63,9 +63,17 @@ def job(config: str = "llama3-8b", gpu: str = "gb300-nvl72", **more: object) -> 
 
 
 def test_it_is_quicker_where_it_was_measured_to_be() -> None:
-    found = [predict(load_job(job(attention=x))).iteration_s for x in ("fp8", "bf16")]
-    assert 0.9 < found[0] / found[1] < 0.99
-    assert predict(load_job(job(attention="fp8", gpu="b200-sxm"))).iteration_s > found[0]
+    """Latent heads; those of 128 features win in long sequences only, as backward and the casts take back the rest."""
+    lengths = {
+        ("deepseek-v2-lite", 16384): (0.9, 0.96),
+        ("llama3-8b", 4096): (1.0, 1.02),
+        ("llama3-8b", 65536): (0.9, 0.98),
+    }
+    for (config, seq_len), (least, most) in lengths.items():
+        length = [f"model.seq_len={seq_len}"]
+        fp8, bf16 = (predict(load_job(job(config, attention=x), length)).iteration_s for x in ("fp8", "bf16"))
+        assert least < fp8 / bf16 < most
+        assert predict(load_job(job(config, gpu="b200-sxm"), length)).iteration_s > fp8
 
 
 def test_what_no_kernel_is_known_to_do_is_refused() -> None:
