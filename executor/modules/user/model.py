@@ -12,13 +12,12 @@ from torch import Tensor, fx, nn
 from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
-from executor.modules.user.annotate import cut, model_error
+from executor.modules.user.annotate import cut
 from executor.modules.user.divided.linears import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
 from executor.modules.user.given import UserModelWeights, saved_buffers
 from executor.modules.user.purity import (
     ChunkCall,
-    built,
     host_seeded,
     outputs,
     refuse_impure,
@@ -27,6 +26,7 @@ from executor.modules.user.purity import (
     unreached,
     without_values,
 )
+from executor.modules.user.reference import made_by, valueless
 from executor.modules.user.rewrites.own_functions import is_own
 from executor.modules.user.routed import (
     SENT,
@@ -40,7 +40,6 @@ from executor.modules.user.routed import (
     refuse_unlike_experts,
 )
 from executor.modules.user.trainable import (
-    checked_module,
     refuse_hook,
     refuse_training,
     refuse_unread,
@@ -88,7 +87,7 @@ class UserModel:
         shard: ModelShard | None = None,
         values: HubCheckpoint | None = None,
     ) -> None:
-        module, blank = (_made(build, seed), ValuelessModel()) if values is None else _valueless(build, seed, values)
+        module, blank = (made_by(build, seed), ValuelessModel()) if values is None else valueless(build, seed, values)
         making: Callable[[], AbstractContextManager[Any]] = nullcontext if values is None else blank.building
         with making():
             self.module = module if dtype is None else _cast(module, dtype)
@@ -371,38 +370,6 @@ class TokenShapeChunk(nn.Module):
         """x (sequences, tokens, …)."""
         found: Tensor = self.inner(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device), *more)
         return found
-
-
-def _made(build: object, seed: int, making: Callable[[], AbstractContextManager[Any]] = nullcontext) -> nn.Module:
-    """What build() makes under a seed, whatever was drawn before."""
-    assert callable(build)
-    with TRACING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        with host_seeded(seed), making():
-            return checked_module(built(build))
-
-
-def _valueless(build: object, seed: int, files: HubCheckpoint) -> tuple[nn.Module, ValuelessModel]:
-    """The same without values, but for trained parameters that the files lack and need not have: these are drawn by a
-    second build(), when their names are known.
-    """
-    blank = ValuelessModel()
-    module = _made(build, seed, blank.building)
-    lacks = _drawn(module, files)
-    if lacks:
-        blank = ValuelessModel(blank.registered(module, lacks))
-        module = _made(build, seed, blank.building)
-        params = dict(module.named_parameters())
-        if odd := next((n for n in lacks if n not in params or blank.without(params[n])), None):
-            message = f"build() makes {odd} of the values of others, or otherwise each time"
-            allowed, fix = "parameters that are drawn by themselves", "draw it in the module that has it"
-            raise model_error(message, fix, allowed, "model.drawn")
-    return module, blank
-
-
-def _drawn(module: nn.Module, files: HubCheckpoint) -> list[str]:
-    """Trained parameters that files lack and need not have."""
-    return [n for n, p in module.named_parameters() if p.requires_grad and files.lacks(n, tuple(p.shape))]
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

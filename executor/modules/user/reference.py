@@ -1,19 +1,22 @@
-"""What `[model] module = "my_model.py:build"` refers to, and what its build() draws: the same on every rank."""
+"""What `[model] module = "my_model.py:build"` refers to; what its build() makes, under a seed: the same on every rank."""
 
 import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING
+from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.user.annotate import model_error
-from executor.modules.user.purity import host_seeded
+from executor.modules.user.purity import built, host_seeded
+from executor.modules.user.trainable import checked_module
 from ir.core.errors import ErrorKind, PiperError, nearest
 from ir.core.files import run_file
 
@@ -127,3 +130,35 @@ def refuse_other_values(first: Mapping[str, int], found: Mapping[str, int]) -> N
         message = f"build() makes other values of {odd} each time, and ranks would train different models"
         fix = "draw them behind torch's own generator, without a seed from the clock or the system"
         raise model_error(message, fix, SEEDED, "model.module")
+
+
+def made_by(build: object, seed: int, making: Callable[[], AbstractContextManager[Any]] = nullcontext) -> nn.Module:
+    """What build() makes under a seed, whatever was drawn before."""
+    assert callable(build)
+    with TRACING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with host_seeded(seed), making():
+            return checked_module(built(build))
+
+
+def valueless(build: object, seed: int, files: HubCheckpoint) -> tuple[nn.Module, ValuelessModel]:
+    """The same without values, but for trained parameters that the files lack and need not have: these are drawn by a
+    second build(), when their names are known.
+    """
+    blank = ValuelessModel()
+    module = made_by(build, seed, blank.building)
+    lacks = _drawn(module, files)
+    if lacks:
+        blank = ValuelessModel(blank.registered(module, lacks))
+        module = made_by(build, seed, blank.building)
+        params = dict(module.named_parameters())
+        if odd := next((n for n in lacks if n not in params or blank.without(params[n])), None):
+            message = f"build() makes {odd} of the values of others, or otherwise each time"
+            allowed, fix = "parameters that are drawn by themselves", "draw it in the module that has it"
+            raise model_error(message, fix, allowed, "model.drawn")
+    return module, blank
+
+
+def _drawn(module: nn.Module, files: HubCheckpoint) -> list[str]:
+    """Trained parameters that files lack and need not have."""
+    return [n for n, p in module.named_parameters() if p.requires_grad and files.lacks(n, tuple(p.shape))]
