@@ -1,4 +1,4 @@
-"""What `[model] module = "my_model.py:build"` refers to; what its build() makes under a seed, the same on every rank."""
+"""What `[model] module = "my_model.py:build"` refers to, and what it makes under a seed: the same on every rank."""
 
 import sys
 import traceback
