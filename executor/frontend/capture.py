@@ -26,6 +26,7 @@ from executor.frontend.aten import FORMATS
 from executor.frontend.measure import PartMeasure, PassMeasure, survey, without_values
 from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
 from executor.modules.user.divided.linears import ModelShard
+from executor.modules.user.exported import tensors_of
 from executor.modules.user.model import UserModel
 from executor.modules.user.reference import load_callable
 from executor.modules.user.shared_exports import RankExports, exports_shared
@@ -126,8 +127,7 @@ def _without_values(module: nn.Module) -> nn.Module:
         made = torch.empty(t.shape, dtype=torch.get_default_dtype() if t.is_floating_point() else t.dtype)
         return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
 
-    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))  # attributes, no buffers
-    return deepcopy(module, {id(t): blank(t) for t in (*module.parameters(), *module.buffers(), *plain)})
+    return deepcopy(module, {id(t): blank(t) for t in tensors_of(module)})
 
 
 def describe(

@@ -121,6 +121,7 @@ def _users(
     parts = {e.chunk.name: e.part.name for e in entries}
     experts = [p.name for e in entries for p in (*e.part.params, *e.part.frozen) if p.expert and p.name in held]
     cuts = [c for name in experts for c in held[name].cuts]
+    files = weights_of(job)
     model = UserModel(
         build,
         seed=job.model.seed,
@@ -129,9 +130,8 @@ def _users(
         tags=job.model.tags,
         batch=(job.schedule.microbatch_size, job.model.seq_len),
         shard=ModelShard(divided, job.model.tp_plan, *next(((c.count, c.index) for c in cuts), (1, 0))),
-        values=weights_of(job),
+        values=files,
     )
-    files = weights_of(job)
     from_build = {n for n in model.read if files is None or (n in model.shapes and files.lacks(n, model.shapes[n]))}
     model.drawn = {n: value for n, value in build.drawn.items() if n in from_build}
     model.refuse_training()

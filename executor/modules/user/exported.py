@@ -187,10 +187,15 @@ def shapes_of(module: nn.Module, size: int, length: int) -> Places:
     return places(_of_tokens(module, size, length))
 
 
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers, and tensors that are attributes and neither."""
+    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))
+    return [*module.parameters(), *module.buffers(), *plain]
+
+
 def copy_of(module: nn.Module) -> nn.Module:
     """With tensors of the module's own, and what else it holds as it is now."""
-    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor))
-    held = {id(t): t for t in (*module.parameters(), *module.buffers(), *plain)}
+    held = {id(t): t for t in tensors_of(module)}
     with suppress(Exception):  # what cannot be copied is called itself
         return deepcopy(module, held)
     return module
