@@ -13,12 +13,14 @@ from ir.core.files import FileErrors, check_plain, read_toml, typed
 from ir.job.schema import OPEN, Job, JobOptimizer, JobParallel, JobSchedule, JobSearch, ModelSection
 from ir.job.table import keys_of, toml_value
 from ir.schedules.registry import NAMES, canonical
+from ir.workload.config.load import presets
 
 _FIX = 'a job file in TOML: [model] config = "llama3-8b"'
 FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smallest=1e-30)
 _ALTERNATIVES = ("name", "directives", "builder", "csv")  # of [schedule]
 _BATCHES = ("microbatches", "global_batch")
 _SPEED = (1e-3, 1e3)
+_LONE = {"model": "config", "cluster": "gpu", "schedule": "name", "optimizer": "name", "precision": "compute"}
 
 
 def load_job(path: str | Path | Mapping[str, Any], set: Iterable[str] = ()) -> Job:
@@ -91,6 +93,9 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     check_plain(table, FORM)
     found: dict[str, Any] = {}
     for name, value in table.items():
+        if isinstance(value, str) and name in _LONE:
+            fix = f"{name}.{_LONE[name]} = {toml_value(value)}"
+            raise job_error(name, f"{value!r:.40} is no table", fix, "a table of keys")
         found[name] = _with_overrides(name, value) if name in OPEN and isinstance(value, dict) else value
     speed = found["cluster"].get("speed") if isinstance(found.get("cluster"), dict) else None
     if isinstance(speed, dict):
@@ -106,8 +111,7 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
         raise job_error("cluster.slow_nodes", message, fix, "one of the two")
     given = job.model.config or job.model.graph or job.model.module
     if not given and "model_type" not in job.model.overrides:
-        allowed = "a preset or a path to config.json, or model_type and the keys of one"
-        raise job_error("model.config", "no model", '"llama3-8b"', allowed)
+        raise _no_model(job.model.overrides)
     if job.model.drawn and job.model.weights is None:
         message = "says what the files of model.weights need not have, and there are none: all is drawn"
         raise job_error("model.drawn", message, "leave it out", "patterns of names, beside model.weights")
@@ -127,6 +131,15 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
 def _names_module(model: object) -> bool:
     """Whether a model is somebody's own module."""
     return isinstance(model, dict) and ("graph" in model or ("module" in model and "config" not in model))
+
+
+def _no_model(keys: Mapping[str, object]) -> PiperError:
+    """The error of a job that says no model, or says it under a key of its own."""
+    allowed = "a preset or a path to config.json, or model_type and the keys of one"
+    for key, value in keys.items():
+        if isinstance(value, str) and (value in presets() or value.endswith(".json")):
+            return job_error(f"model.{key}", "is not where a model is said", f"config = {toml_value(value)}", allowed)
+    return job_error("model.config", "no model", '"llama3-8b"', allowed)
 
 
 def _with_overrides(section: str, table: Mapping[str, Any]) -> dict[str, Any]:

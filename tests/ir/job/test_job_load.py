@@ -186,3 +186,16 @@ def test_every_error_names_the_file() -> None:
 def test_a_list_of_schedules_to_try_has_names_alone() -> None:
     e = refused({**TINY, "search": {"name": ["zbv", None]}})  # of a dictionary: TOML has no null
     assert (e.kind, e.key, e.suggestion) == (ErrorKind.JOB, "search.name", 'name = ["zbv", "gpipe"]')
+
+
+@pytest.mark.parametrize("key", ["preset", "name", "hf_path"])
+def test_a_model_said_under_a_key_of_one_s_own_is_shown_where_it_is_said(key: str) -> None:
+    found = refused({"model": {key: "llama3-70b"}})
+    assert (found.key, found.suggestion) == (f"model.{key}", 'config = "llama3-70b"')
+    assert refused({"model": {"hidden_act": "silu"}}).key == "model.config"  # which is no model
+
+
+def test_a_section_that_is_one_word_is_shown_the_key_it_means() -> None:
+    found = refused({"model": "llama3-70b"})
+    assert (found.key, found.suggestion) == ("model", 'model.config = "llama3-70b"')
+    assert refused({**TINY, "cluster": "h100-sxm"}).suggestion == 'cluster.gpu = "h100-sxm"'
