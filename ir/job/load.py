@@ -20,7 +20,6 @@ FORM = FileErrors("a job", ErrorKind.JOB, "JOB", 10**6, _FIX, finite=False, smal
 _ALTERNATIVES = ("name", "directives", "builder", "csv")  # of [schedule]
 _BATCHES = ("microbatches", "global_batch")
 _SPEED = (1e-3, 1e3)
-_LONE = {"model": "config", "cluster": "gpu", "schedule": "name", "optimizer": "name", "precision": "compute"}
 
 
 def load_job(path: str | Path | Mapping[str, Any], set: Iterable[str] = ()) -> Job:
@@ -93,9 +92,8 @@ def _job(table: Mapping[str, Any], file: str) -> Job:
     check_plain(table, FORM)
     found: dict[str, Any] = {}
     for name, value in table.items():
-        if isinstance(value, str) and name in _LONE:
-            fix = f"{name}.{_LONE[name]} = {toml_value(value)}"
-            raise job_error(name, f"{value!r:.40} is no table", fix, "a table of keys")
+        if isinstance(value, str) and (key := _key_of_word(name, value)):
+            raise job_error(name, f"{value!r} is no table", f"{name}.{key} = {toml_value(value)}", "a table of keys")
         found[name] = _with_overrides(name, value) if name in OPEN and isinstance(value, dict) else value
     speed = found["cluster"].get("speed") if isinstance(found.get("cluster"), dict) else None
     if isinstance(speed, dict):
@@ -133,11 +131,18 @@ def _names_module(model: object) -> bool:
     return isinstance(model, dict) and ("graph" in model or ("module" in model and "config" not in model))
 
 
+def _key_of_word(section: str, word: str) -> str | None:
+    """The key a word is meant for that stands where a section does."""
+    if section == "model" and (word in presets() or word.endswith(".json")):
+        return "config"
+    return "name" if section == "schedule" and word in NAMES else None
+
+
 def _no_model(keys: Mapping[str, object]) -> PiperError:
     """The error of a job that says no model, or says it under a key of its own."""
     allowed = "a preset or a path to config.json, or model_type and the keys of one"
     for key, value in keys.items():
-        if isinstance(value, str) and (value in presets() or value.endswith(".json")):
+        if isinstance(value, str) and _key_of_word("model", value):
             return job_error(f"model.{key}", "is not where a model is said", f"config = {toml_value(value)}", allowed)
     return job_error("model.config", "no model", '"llama3-8b"', allowed)
 

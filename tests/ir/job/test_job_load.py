@@ -198,4 +198,5 @@ def test_a_model_said_under_a_key_of_one_s_own_is_shown_where_it_is_said(key: st
 def test_a_section_that_is_one_word_is_shown_the_key_it_means() -> None:
     found = refused({"model": "llama3-70b"})
     assert (found.key, found.suggestion) == ("model", 'model.config = "llama3-70b"')
-    assert refused({**TINY, "cluster": "h100-sxm"}).suggestion == 'cluster.gpu = "h100-sxm"'
+    assert refused({**TINY, "schedule": "dualpipe"}).suggestion == 'schedule.name = "dualpipe"'
+    assert "seq_len" in (refused({"model": "4GiB"}).allowed or "")  # no model's name: the table's keys are told
