@@ -1,10 +1,10 @@
 """`python -m experiments.kernels DIR`: measured kernels and collectives of a folder of tables against the model.
 
-Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, sdpa*.csv (both passes), recurrence.csv, op*.csv,
-nccl*.csv with the columns of the small ones in `experiments/published/data/kernels`, which are read where no folder is
-given. Kernels there were measured by themselves: short bursts at boost clocks, so the hardware files are taken as they
-are, not `in_training()`. A product in fp8 is measured with the kernels that quantise x in front of it, but for
-fp8_cold. What the timer reads around nothing (timer_us) is taken off.
+Tables: gemm_*.csv (gpu, dtype, m, n, k, us), attention_*.csv, sdpa*.csv (both passes), recurrence.csv, experts*.csv,
+op*.csv, nccl*.csv with the columns of the small ones in `experiments/published/data/kernels`, which are read where no
+folder is given. Kernels there were measured by themselves: short bursts at boost clocks, so the hardware files are
+taken as they are, not `in_training()`, but for experts fused with their activation. A product in fp8 is measured with
+the kernels that quantise x in front of it, but for fp8_cold. What a timer reads around nothing (timer_us) is taken off.
 """
 
 import argparse
@@ -114,6 +114,21 @@ def recurrence(line: Line, hw: DeviceHardware) -> float:
     return work_seconds(core.backward(setting) if line["pass"] == "backward" else core.forward(setting), hw)
 
 
+def experts(line: Line, hw: DeviceHardware) -> float:
+    """Seconds of one of the products of experts that are fused with SwiGLU, at training's clocks; with backward's
+    activation, which is left a pass of its own. Gradients of weights are written once, in 16 bits.
+    """
+    groups, rows, hidden, ffn = ints(line, "experts", "rows", "hidden", "ffn")
+    name, _, of = line["product"].partition("_")
+    out, into = (2 * ffn, hidden) if name == "up" else (hidden, ffn)
+    m, n, k = {"": (rows, out, into), "grad": (rows, into, out), "weight": (out, into, rows)}[of]
+    moved = groups * (m * k + n * k + 2 * m * n)
+    product = Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, DType.FP8, (groups, m, n, k))
+    unmade = Kernel(KernelKind.MEMORY, 0, groups * rows * ffn * 5 * 2, DType.BF16)
+    hw = structs.replace(hw.in_training(), fused_experts=True)
+    return work_seconds((product, unmade) if line["product"] == "down_grad" else (product,), hw)
+
+
 def op(line: Line, hw: DeviceHardware) -> float:
     """Seconds of what is no product and no attention, by its bytes."""
     name, n, dtype = line["op"], math.prod(map(int, line["sizes"].split())), FORMATS.get(line["dtype"], DType.FP32)
@@ -147,6 +162,7 @@ KINDS: Mapping[str, tuple[Callable[[Line, DeviceHardware], float], str]] = {
     "attention": (attention, "head_dim"),
     "sdpa": (attention, "backend fp8_recipe pass"),
     "recurrence": (recurrence, "kind pass"),
+    "experts": (experts, "product"),
     "op": (op, "op"),
     "nccl": (collective, "collective"),
 }

@@ -60,7 +60,9 @@ class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     training.
     ramp_bytes: prologue and epilogue of a tile, as bytes of extra K (so K in elements is ramp_bytes / dtype bytes).
     tiles: [rows, columns, relative efficiency] of the output tiles that the library chooses from.
-    grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. weight_grad: dtype -> rate of a
+    grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. experts_fused: in MXFP8, the rate
+    of kernels that make the experts' activation, too (`[costs] fused_experts`), over others'; null: there are none.
+    weight_grad: dtype -> rate of a
     product that adds up a weight's gradient relative to another of equal tiles; 1 where not named. unaligned: rate of a
     product some of whose tensors' rows do not begin at multiples of 16 bytes (an odd vocabulary), over that of others.
     workspace_MiB: what the library keeps for each stream that a framework calls it on. persistent: it launches a block
@@ -74,6 +76,7 @@ class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     sustained: dict[Dtype, Share] = {}
     burst: BurstKernel | None = None
     grouped_efficiency: Share = 1.0
+    experts_fused: Positive | None = None
     weight_grad: dict[Dtype, Share] = {}
     unaligned: Share = 1.0
     workspace_MiB: NonNegative = 0.0
@@ -215,6 +218,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     training: Annotated[bool, HIDDEN] = False
     deterministic: Annotated[bool, HIDDEN] = False
     blocking: Annotated[bool, HIDDEN] = False
+    fused_experts: Annotated[bool, HIDDEN] = False
 
     def in_training(self) -> DeviceHardware:
         """The same device under the sustained load of a training run.

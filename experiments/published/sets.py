@@ -281,7 +281,11 @@ def cards(line: Line, job: Table) -> Facts:
 
 
 def _overlap_experts(line: Line, job: Table) -> None:
-    """Megatron's messages of experts beside another microbatch's passes, where a line says so."""
+    """Messages of experts beside another microbatch's passes, their SMs, fused products, where a line says so."""
+    if line.get("fused") == "1":
+        job["costs"]["fused_experts"] = True
+    if sms := line.get("sms"):
+        job["cluster"]["comm_sms"] = {"all_to_all": int(sms)}
     if line.get("ep_overlap") == "1":
         job["schedule"] |= {"name": f"{job['schedule'].get('name', '1f1b')}-overlap", "merge": "template"}
         job["schedule"]["delay_wgrad"] = line["delay_wgrad"] == "1"

@@ -232,7 +232,8 @@ def precision_of(job: Job) -> ModelPrecision:
     given = job.precision
     base = ModelPrecision.of(DType(given.compute), _residual(given))
     named = {k: getattr(given, k) for k in ("dispatch", "combine", "gather", "reduce", "params", "grads", "optimizer")}
-    made = replace(base, **{k: DType(v) for k, v in named.items() if v is not None}, attention=_attended(job))
+    made = replace(base, **{k: DType(v) for k, v in named.items() if v is not None})
+    made = replace(made, attention=_narrower(job, "attention"), head=_narrower(job, "head"))
     if given.optimizer is None and made.params.bytes > made.optimizer.bytes:
         made = replace(made, optimizer=made.params)
     if given.gather is not None or made.params is made.gather:
@@ -252,20 +253,21 @@ def _residual(given: JobPrecision) -> DType | None:
     return DType(given.residual)
 
 
-def _attended(job: Job) -> DType | None:
-    """The format of attention's products where it is not the activations'. Raises PiperError (job): another than fp8
-    beside products in fp8, or where no kernel of a config's attention is fused.
+def _narrower(job: Job, key: str) -> DType | None:
+    """The format of attention's or the head's products where it is not the activations'. Raises PiperError (job):
+    another than fp8 beside products in fp8, or where no kernel of a config's is known to do it.
     """
-    given, own = job.precision, ModelPrecision.of(DType(job.precision.compute)).activations
-    if given.attention is None or given.attention == own:
+    given, own = getattr(job.precision, key), ModelPrecision.of(DType(job.precision.compute)).activations
+    if given is None or given == own:
         return None
-    fused = job.model.attention == "flash" and not (job.model.graph or job.model.module)
-    allowed = [own, DType.FP8] if given.compute == DType.FP8 and fused else [own]
-    if given.attention not in allowed:
-        where = f"beside products in {given.compute}" if fused else "where no fused kernel of a config does it"
-        fix = f'precision.attention = "{own}"'
-        raise job_error("precision.attention", f"attention in {given.attention} {where}", fix, ", ".join(allowed))
-    return DType(given.attention)
+    known = not (job.model.graph or job.model.module) and (key == "head" or job.model.attention == "flash")
+    compute = job.precision.compute
+    allowed = [own, DType.FP8] if compute == DType.FP8 and known else [own]
+    if given not in allowed:
+        no_kernel = "where no fused kernel of a config does it" if key == "attention" else "of a module of one's own"
+        message = f"{key} in {given} {f'beside products in {compute}' if known else no_kernel}"
+        raise job_error(f"precision.{key}", message, f'precision.{key} = "{own}"', ", ".join(allowed))
+    return DType(given)
 
 
 def _check_attention(config: ModelConfig, precision: ModelPrecision) -> None:

@@ -189,7 +189,8 @@ class JobCosts:
     written for any GPU (FlashAttention 2), not for this one (cuDNN, FlashAttention 3); left out: what the software
     does. loss_parallel: tensor-parallel ranks have the loss of their own logits, and gather none; left out: what the
     software does. grouped_gemm: a rank's experts are one grouped product; off: one expert after the other, as Megatron
-    without --moe-grouped-gemm.
+    without --moe-grouped-gemm. fused_experts: its products in MXFP8 make the activation, too, in kernels of their own
+    (Megatron's --use-transformer-engine-op-fuser on Blackwell).
     """
 
     profile: Text | None = None
@@ -198,6 +199,7 @@ class JobCosts:
     software: Text | None = None
     dispatcher: Annotated[str, words("nccl", "deepep", "hybridep", said="dispatcher")] | None = None
     grouped_gemm: bool = True
+    fused_experts: bool = False
     stage_times: Mapping[str, object] | None = None
     free: tuple[Free, ...] = ()
     tp_overlap: bool | None = None
@@ -285,7 +287,8 @@ class JobPrecision:
     grads, optimizer and reduce are fp32 (fp64 where that is; optimizer also where params is). Gradients travel in
     reduce, whatever grads says. Of ZeRO 1 and 2, whose ranks keep weights whole, and of compiled code gather follows
     params. residual: of the stream that parts add to, and stages send; left out, that of norms and attention.
-    attention: of fused attention's products, fp8 beside `compute` = fp8; left out, that of norms.
+    attention: of fused attention's products, fp8 beside `compute` = fp8; left out, that of norms. head: of the product
+    that makes logits, and of its gradients', the same way.
     """
 
     compute: NumberFormat = "bf16"
@@ -298,6 +301,7 @@ class JobPrecision:
     optimizer: NumberFormat | None = None
     residual: NumberFormat | None = None
     attention: NumberFormat | None = None
+    head: NumberFormat | None = None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class ModelPrecision:
     optimizer: of moments and master weights; gather, reduce: of parameters and gradients between replicas. updated: of
     parameters that replicas keep whole and an update of others' sends them (ZeRO-1 and 2); left out, as gathered. No
     kernel feels it, so that a profile's classes do not name it. residual: of the residual stream, where it is wider
-    than the activations. attention: of fused attention's products, where it is narrower.
+    than the activations. attention, head: of fused attention's products and of the one behind the last norm, where
+    they are narrower.
     """
 
     compute: DType = DType.BF16
@@ -63,6 +64,7 @@ class ModelPrecision:
     updated: DType | None = field(default=None, repr=False)
     residual: DType | None = None
     attention: DType | None = None
+    head: DType | None = None
 
     def __repr__(self) -> str:
         """What a profile's classes are named by: what is new is there only where a job has it."""
@@ -137,7 +139,7 @@ class KernelStyle:
     logits, and each has the loss of all of them. stops_early: a layer that is recomputed is so up to the last value
     that backward reads, without its last product. masked: attention is given its mask as a tensor, keys and values for
     each head of queries: its kernels work on whole squares of scores. awaits_experts: nothing of a microbatch is
-    computed beside its own all-to-alls.
+    computed beside its own all-to-alls. fused_experts: their first product makes the activation.
     """
 
     loss: TokenLossKind = TokenLossKind.PARALLEL
@@ -150,6 +152,7 @@ class KernelStyle:
     stops_early: bool = False
     masked: bool = False
     awaits_experts: bool = field(default=False, repr=False)
+    fused_experts: bool = field(default=False, repr=False)
 
 
 FUSED_STYLE = KernelStyle()

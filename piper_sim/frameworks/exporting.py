@@ -271,7 +271,8 @@ def _formats(job: Job) -> dict[str, object]:
     """The number formats by key, those that the job leaves out too."""
     found, whole = precision_of(job), job.parallel.zero in (1, 2)
     gather = found.updated if whole and found.updated else found.gather  # one key says both
-    own = {"gather": str(gather), "residual": str(found.stream), "attention": str(found.attention or found.activations)}
+    own = {"gather": str(gather), "residual": str(found.stream)}
+    own |= {key: str(getattr(found, key) or found.activations) for key in ("attention", "head")}
     return {k: own.get(k) or str(getattr(found, k)) for k in keys_of("precision")}
 
 

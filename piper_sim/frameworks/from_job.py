@@ -1,5 +1,6 @@
 """A job as facts that frameworks state: `to_job` backwards."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ir.job.build import PreparedJob, precision_of
@@ -78,6 +79,7 @@ def _formats(job: Job, framework: str) -> Facts:
     f: Facts = {"compute": "bf16", "fp8": "fp8"} if p.compute == "fp8" else {"compute": p.compute}
     named_ = {"params": p.params, "grads": p.grads, "reduce": p.reduce, "optimizer_dtype": p.optimizer}
     named_ |= {"gather": p.gather, "residual": whole.residual and str(whole.residual)}
+    named_ |= {"attention_format": whole.attention and "fp8", "head_format": whole.head and "fp8"}
     if framework == "automodel" and p.params not in (None, "fp32"):
         if whole.optimizer == whole.params:  # torch's, which has no word for it
             del named_["optimizer_dtype"]
@@ -181,6 +183,8 @@ def _megatron(prepared: PreparedJob, framework: str, dp: int, size: int, mbs: in
     f |= {"deterministic": True} if job.costs.deterministic else {}
     if job.costs.dispatcher not in (None, "nccl"):
         f |= {"dispatcher_type": "flex", "dispatcher": job.costs.dispatcher}
+        held = job.cluster.overrides.get("comm_sms")
+        f |= {"dispatch_sms": held.get("all_to_all")} if isinstance(held, Mapping) else {}
     return f
 
 

@@ -1,7 +1,7 @@
 """A job made ready for its plan with what only costs can say: balanced layers, op times of searched schedules."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +12,7 @@ from cost_models.hardware import presets
 from cost_models.hardware.schema import check_consistent
 from cost_models.software import GENERIC, frameworks, load_software
 from cost_models.software.dispatcher import dispatchers
-from ir.core.errors import PiperError
+from ir.core.errors import PiperError, job_error
 from ir.core.files import named_path
 from ir.core.mesh import RankGroup
 from ir.core.ops import Pass
@@ -43,13 +43,17 @@ def hardware_of(job: Job) -> DeviceHardware:
         if costs.portable_attention is not None:
             written = structs.replace(written, portable_attention=costs.portable_attention)
         said = {"deterministic": costs.deterministic, "blocking": costs.blocking_launches}
+        said |= {"fused_experts": costs.fused_experts}
         hardware = structs.replace(hardware.in_training(), software=written, **said)
         if hardware.software.fp8_recipe and "fp8_recipe" not in job.cluster.overrides:
             hardware = structs.replace(hardware, fp8_recipe=hardware.software.fp8_recipe)
         if (name := job.costs.dispatcher) is not None:
             found = dispatchers()[name]
-            sms = hardware.comm_sms | {"all_to_all": float(found.sms)}
+            given = job.cluster.overrides.get("comm_sms")
+            own = isinstance(given, Mapping) and "all_to_all" in given
+            sms = hardware.comm_sms if own else hardware.comm_sms | {"all_to_all": float(found.sms)}
             hardware = check_consistent(structs.replace(hardware, dispatcher=found, comm_sms=sms), "costs.dispatcher: ")
+        _check_fused(job, hardware)
         return hardware
     except PiperError as e:
         raise e.at(file=job.file) from None
@@ -61,7 +65,27 @@ def style_of(job: Job, hardware: DeviceHardware) -> KernelStyle:
     whole = style.whole_logits if divided is None else not divided
     # A framework's autograd makes all gradients of an expert before it sends any.
     awaits = job.costs.software not in (None, GENERIC)
-    return replace(style, grouped=job.costs.grouped_gemm, whole_logits=whole, awaits_experts=awaits)
+    fused = job.costs.fused_experts
+    return replace(
+        style, grouped=job.costs.grouped_gemm, whole_logits=whole, awaits_experts=awaits, fused_experts=fused
+    )
+
+
+def _check_fused(job: Job, hardware: DeviceHardware) -> None:
+    """Raises PiperError (job): experts' products fused with their activation where no kernel is known to be."""
+    if not job.costs.fused_experts:
+        return
+    m, costs = job.model, job.costs
+    able = {
+        f"products in {job.precision.compute}": job.precision.compute == "fp8",
+        f"the fp8 recipe {hardware.fp8_recipe}": hardware.fp8_recipe == "mxfp8",
+        f"{hardware.name}": hardware.gemm.experts_fused is not None,
+        "experts one after the other (costs.grouped_gemm = false)": costs.grouped_gemm,
+        "a module of one's own": not (m.graph or m.module),
+    }
+    if (no := next((what for what, does in able.items() if not does), None)) is not None:
+        message, allowed = f"no such kernels are known of {no}", "true on Blackwell, where products are in MXFP8"
+        raise job_error("costs.fused_experts", message, "leave costs.fused_experts out", allowed)
 
 
 def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None = None) -> PreparedJob:
@@ -75,6 +99,10 @@ def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None =
         times = op_times(probe, hardware)
     made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, style_of(job, hardware))
     check_routing(job, made.config)
+    if job.costs.fused_experts and made.config.moe is None:
+        raise job_error(
+            "costs.fused_experts", "the model has no experts", "leave costs.fused_experts out", file=job.file
+        )
     if hardware.software.gather_on_demand:
         made = replace(made, policy=replace(made.policy, gather_on_demand=True))
     if made.policy.merge is PassMerge.PROFILE:

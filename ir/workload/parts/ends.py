@@ -136,13 +136,16 @@ def skip(s: PartSetting) -> PartWork:
 
 
 def head(s: PartSetting) -> PartWork:
-    """Logits and cross entropy. Not in fp8; the loss in fp32. Three small all-reduces per token where it is divided.
+    """Logits and cross entropy. In fp8 only where asked for; the loss in fp32. Three small all-reduces per token where
+    it is divided.
 
     Whole logits come from one gather, rank by rank, and are copied to lie token by token; of their gradient a rank
     goes on with its own columns.
     """
     c, h = s.config, s.config.hidden
-    out = LinearKernel("lm_head", s.tokens, c.vocab // s.layout.tp, h, dtype=s.precision.activations)
+    own = s.precision.activations if s.precision.head is None else None
+    out = LinearKernel("lm_head", s.tokens, c.vocab // s.layout.tp, h, dtype=own)
+    cast = k.cast(s, "final", s.stream * h) if own is None else ()
     divided = s.layout.tp > 1 and not s.style.whole_logits
     read = s.tokens * (out.out if divided else c.vocab)
     loss, exact = _cross_entropy(s, read), max(4, s.wide)
@@ -156,8 +159,8 @@ def head(s: PartSetting) -> PartWork:
     moved = [_loss(s, "logits", n * size) for n in ((2, 3) if cap else (2, 2))] if between else []
     kept = SavedBuffer("capped", size if cap and s.style.loss not in _FUSED else 0, Pass.I)
     return PartWork(
-        forward=(out.forward(s), *joined, *moved[:1], *loss.forward, *_vectors(s, s.tokens * exact)),
-        input_grad=(*loss.backward, *moved[1:], out.input_grad(s)),
+        forward=(*cast, out.forward(s), *joined, *moved[:1], *loss.forward, *_vectors(s, s.tokens * exact)),
+        input_grad=(*loss.backward, *moved[1:], *k.input_grad(s, out)),
         weight_grad=k.weight_grad(s, out),
         out_bytes=s.tokens * exact,
         # In the logits' own format the softmax becomes their gradient where it lies, and stays until W.

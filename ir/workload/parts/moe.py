@@ -125,7 +125,7 @@ def experts(s: PartSetting) -> PartWork:
             *(() if arrives_fp8 else k.cast(s, "rows", total * h)),
             up.forward(s),
             *compacted(s, "store", total, width),
-            activation(s, total, width),
+            *(() if s.style.fused_experts else (activation(s, total, width),)),
             *k.cast(s, "activated", total * width),
             down.forward(s),
             unpermute,

@@ -99,6 +99,8 @@ def formats(d: JobDraft, f: Facts) -> None:
     # FSDP gathers what it computes in, whatever its shards have; a job's weights that are kept whole come as they are.
     cast = compute if params == "fp32" and d.job.get("parallel", {}).get("zero") in (1, 2) else None
     d.put("precision", optimizer=moments, gather=f.get("gather") if compute == "fp8" else cast)
+    if compute == "fp8":
+        d.put("precision", attention=f.get("attention_format"), head=f.get("head_format"))
     d.expect(f.get("second_moment", "fp32") == (moments or "fp32"), "second_moment", "both moments have one format")
     wide = {"output"} <= set(f.get("wide", ["output"])) <= {"output", "router.gate"}
     d.expect(compute != "fp8" or wide, "wide", "the head and routers' gates alone are not in fp8")
@@ -113,6 +115,8 @@ def formats(d: JobDraft, f: Facts) -> None:
     d.put("schedule", delay_wgrad=f.get("delay_wgrad") or None, expert_all_to_all="shared" if beside else None)
     if f.get("dispatcher_type", "flex") == "flex" and f.get("dispatcher") != "nccl":
         d.put("costs", dispatcher=f.get("dispatcher"))
+        sms = f.get("dispatch_sms") if f.get("dispatcher") else None
+        d.put("cluster", comm_sms=None if sms is None else {"all_to_all": sms})
     _costs(d, f)
 
 

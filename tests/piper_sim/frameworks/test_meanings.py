@@ -216,6 +216,27 @@ def test_fp8_goes_out_and_comes_back(framework: str) -> None:
     assert read_back(made).job["precision"]["compute"] == "fp8"
 
 
+# Megatron-LM transformer_config.py: fp8_dot_product_attention, fp8_output_proj, moe_hybridep_num_sms
+
+
+@pytest.mark.parametrize("framework", ["megatron", "megatron-bridge"])
+def test_attention_and_head_in_fp8_and_an_exchange_s_sms_go_out_and_come_back(framework: str) -> None:
+    sms = {"all_to_all": 32}
+    job: dict[str, Any] = {"model": {"config": "mixtral-8x7b", "seq_len": 4096}, "parallel": {"ep": 8}}
+    job |= {"cluster": {"gpu": "gb300-nvl72", "nodes": 1, "gpus_per_node": 8, "comm_sms": sms}}
+    job |= {"precision": {"compute": "fp8", "attention": "fp8", "head": "fp8"}, "costs": {"dispatcher": "hybridep"}}
+    back = read_back(export_launch(prepare(job_from(job)), framework)).job
+    assert (back["precision"]["attention"], back["precision"]["head"]) == ("fp8", "fp8")
+    assert back["cluster"]["comm_sms"] == sms and back["costs"]["dispatcher"] == "hybridep"
+
+
+def test_formats_in_fp8_are_nothing_where_products_are_not(tmp_path: Path) -> None:
+    words = "--fp8-dot-product-attention --fp8-output-proj --use-transformer-engine-op-fuser"
+    found = imported(tmp_path, f"{MEGATRON} --bf16 {words}\n")
+    assert not {"attention", "head"} & set(found.job["precision"])
+    assert listed(found, ASSUMED) == ["--use-transformer-engine-op-fuser"]
+
+
 # Megatron-DeepSpeed megatron/model/transformer.py: (i + 1) % expert_interval == 0; Megatron-LM: i % freq == 0
 
 

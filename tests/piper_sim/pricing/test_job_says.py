@@ -6,8 +6,10 @@ from cost_models import kernel_seconds
 from cost_models.hardware import DeviceHardware
 from ir.core.work import DType, Kernel, KernelKind
 from ir.job.load import job_from
-from piper_sim.pricing.prepare import hardware_of
+from ir.workload.part import PartWork
+from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.study.predict import predict
+from tests.refusals import refusal
 
 NORM = Kernel(KernelKind.MEMORY, 0, 2**20, DType.BF16, count=4)
 FLASH = Kernel(KernelKind.ATTENTION, 2 * 32 * 8192**2 * 128, 2**28, DType.BF16, (1, 32, 8192, 8192, 128, 128))
@@ -67,3 +69,55 @@ def test_a_step_of_blocking_launches_is_longer_by_them() -> None:
     more = [p.to_dict()["time_breakdown"]["0"] for p in steps]
     assert 1.02 < more[1]["compute"] / more[0]["compute"] < 1.3
     assert more[1]["exposed_tp"] > more[0]["exposed_tp"]
+
+
+EXPERTS = {
+    "model": {"config": "qwen3-30b-a3b", "seq_len": 4096, "num_hidden_layers": 2},
+    "cluster": {"gpu": "gb300-nvl72", "nodes": 2},
+    "parallel": {"ep": 8},
+    "precision": {"compute": "fp8"},
+}
+
+
+def test_fused_experts_make_their_activation_in_forward() -> None:
+    def work(fused: bool) -> tuple[DeviceHardware, PartWork]:
+        job = job_from({**EXPERTS, "costs": {"fused_experts": fused}})
+        hw = hardware_of(job)
+        graph = prepare_priced(job, hw).plan().graph
+        return hw, graph.source.work(next(e for e in graph.entries if e.part.name == "experts"))
+
+    (plain, apart), (hw, fused) = work(False), work(True)
+    assert [k.label for k in apart.forward if k not in fused.forward] == ["swiglu"]
+    assert (fused.input_grad, fused.weight_grad, fused.saved) == (apart.input_grad, apart.weight_grad, apart.saved)
+    for k in (*fused.forward, *fused.input_grad, *fused.weight_grad):
+        own, other = kernel_seconds(k, hw), kernel_seconds(k, plain)
+        assert own < other if k.kind is KernelKind.GROUPED_GEMM else own == other
+    steps = [predict(job_from({**EXPERTS, "costs": {"fused_experts": x}})).iteration_s for x in (False, True)]
+    assert 0.95 < steps[1] / steps[0] < 0.998
+
+
+@pytest.mark.parametrize(
+    ("sets", "of"),
+    [
+        (("precision.compute=bf16",), "products in bf16"),
+        (("cluster.gpu=h100-sxm",), "the fp8 recipe blocks"),
+        (("cluster.gpu=h100-sxm", "cluster.fp8_recipe=mxfp8"), "h100-sxm"),
+        (("costs.grouped_gemm=false",), "experts one after the other"),
+    ],
+)
+def test_no_experts_are_fused_where_no_such_kernel_is_known(sets: tuple[str, ...], of: str) -> None:
+    job = job_from(EXPERTS, ["costs.fused_experts=true", *sets])
+    assert refusal(predict, job, match=of).suggestion == "leave costs.fused_experts out"
+
+
+def test_a_model_without_experts_fuses_none() -> None:
+    table = {**EXPERTS, "model": {"config": "llama3-8b"}, "parallel": {}}
+    assert (
+        refusal(predict, job_from(table, ["costs.fused_experts=true"]), match="no experts").key == "costs.fused_experts"
+    )
+
+
+def test_sms_that_a_job_gives_an_all_to_all_are_the_dispatcher_s() -> None:
+    table = {**EXPERTS, "costs": {"dispatcher": "hybridep"}}
+    own, more = (hardware_of(job_from(table, x)).comm_sms for x in ((), ("cluster.comm_sms.all_to_all=32",)))
+    assert (own["all_to_all"], more["all_to_all"]) == (16, 32) and own["collective"] == more["collective"]

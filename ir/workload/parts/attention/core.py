@@ -172,6 +172,8 @@ class AttentionCore:
     def _flash(self, s: PartSetting, passes: int, features: int, label: str) -> Kernel:
         b, q, kv, heads = s.shape.microbatch_size, self.queries(s), self.seen(s), self.worked_on(s)
         pairs = 2 * s.shape.seq_len * self.seen(s) if s.style.masked else self.pairs_doubled(s)
+        if passes == 2 and s.precision.attention is DType.FP8 and not s.config.form.chunked:
+            pairs = pairs_doubled(s, 0)  # whatever lies outside of a window is worked on (cuDNN 9.26)
         flops = b * self.heads * pairs // s.layout.cp * features
         kv_heads = self.kv_heads * self.repeated(s) * heads // self.heads
         dtype = s.precision.attention or s.precision.activations
