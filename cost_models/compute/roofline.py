@@ -10,6 +10,7 @@ import math
 from functools import lru_cache
 from typing import TypeVar
 
+from cost_models.compute.host import host_seconds, launch_seconds
 from cost_models.compute.optimizer import LISTS
 from cost_models.hardware import DeviceHardware
 from cost_models.hardware.schema import RecurrenceKernel
@@ -75,10 +76,10 @@ def dispatched(seconds: float, hw: DeviceHardware) -> float:
     >>> round(1e6 * dispatched(1e-3, load_hardware("h100-sxm")))
     1000
     """
-    host = hw.software.dispatch_us * 1e-6
+    host = host_seconds(hw.software.dispatch_us, hw)
     if not hw.blocking:
         return max(seconds, host)
-    return seconds + max(host, 1e-6 * (hw.host_launch_us if hw.software.launch_us is None else hw.software.launch_us))
+    return seconds + max(host, launch_seconds(hw))
 
 
 def settled(larger: Seconds, smaller: Seconds, dtype: DType, hw: DeviceHardware) -> Seconds:

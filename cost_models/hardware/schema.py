@@ -137,6 +137,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     rated_W: power limit at which all rates here hold. power_W: the limit that is set (`nvidia-smi -pl`), at most that;
     null: rated. power_exponent: in training tensor cores get (power_W / rated_W) ** this of their rate, memory all.
     kernel_launch_us: device-side floor of one kernel with its gap. host_launch_us: what a launch costs the host.
+    host_speed: of the host's own work over that of the x86 hosts on which a framework's launches were timed.
     memory_efficiency, memory_ramp_KiB: share of HBM bandwidth a long elementwise kernel reaches; bytes lost to ramping.
     multi_tensor_efficiency: dtype -> rate of kernels over lists of tensors (updates, norms of gradients and their
     scaling) over that of elementwise ones; 1 where not named. Of 16 bits they move fewer bytes at a time.
@@ -177,6 +178,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
     power_exponent: NonNegative = 0.0
     kernel_launch_us: NonNegative
     host_launch_us: NonNegative
+    host_speed: Positive = 1.0
     gemm: GemmKernel
     attention: AttentionKernel
     recurrence: RecurrenceKernel | None = None

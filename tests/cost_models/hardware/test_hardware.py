@@ -41,6 +41,7 @@ def test_every_value_of_a_preset_names_its_source(name: str) -> None:
     optional |= {"nic_congestion", "cast_efficiency", "nvlink_few", "nvlink_ramp_KiB", "host_GBps"}
     optional |= {
         "comm_slowed",
+        "host_speed",
         "all_to_all_spread",
         "fp8_recipe",
         "multi_tensor_efficiency",

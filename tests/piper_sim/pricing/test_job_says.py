@@ -3,6 +3,7 @@
 import pytest
 
 from cost_models import kernel_seconds
+from cost_models.compute.host import HostCosts
 from cost_models.hardware import DeviceHardware
 from ir.core.work import DType, Kernel, KernelKind
 from ir.job.load import job_from
@@ -69,6 +70,24 @@ def test_a_step_of_blocking_launches_is_longer_by_them() -> None:
     more = [p.to_dict()["time_breakdown"]["0"] for p in steps]
     assert 1.02 < more[1]["compute"] / more[0]["compute"] < 1.3
     assert more[1]["exposed_tp"] > more[0]["exposed_tp"]
+
+
+@pytest.mark.parametrize(("software", "us"), [(None, 5.0), ("transformers", 42.0)])
+def test_a_grace_launches_more_slowly_whoever_launches(software: str | None, us: float) -> None:
+    """transformers' are timed on x86; TransformerEngine#2053: torch's Linear takes 37.1 us there, on x86 13.5."""
+    found = [HostCosts.of(hardware(gpu, software=software)) for gpu in ("b200-sxm", "gb200-nvl72", "gb300-nvl72")]
+    x86, grace, other = (1e6 * x.launch for x in found)
+    assert x86 == pytest.approx(us) and grace == other == pytest.approx(us * 37.1 / 13.5, rel=0.02)
+    small = {
+        "model": {"config": "gpt2", "seq_len": 64},
+        "schedule": {"microbatches": 8},
+        "costs": {"software": software},
+    }
+    steps = {}
+    for gpu in ("b200-sxm", "gb200-nvl72"):
+        cluster = {"gpu": gpu, "nodes": 1, "gpus_per_node": 1}
+        steps[gpu] = predict(job_from({**small, "cluster": cluster})).iteration_s
+    assert 1.8 < steps["gb200-nvl72"] / steps["b200-sxm"] < 2.8
 
 
 EXPERTS = {
