@@ -55,5 +55,5 @@ class HostCosts:
         """
         if graphs == "step":
             return cls(0.0, 0.0, graphs=graphs)
-        launch, turn = quantise(launch_seconds(hw)), quantise(host_seconds(hw.software.turn_us, hw))
-        return cls(launch, COMM_LAUNCHES * launch, turn=turn, graphs=graphs)
+        launch = quantise(launch_seconds(hw))
+        return cls(launch, COMM_LAUNCHES * launch, turn=quantise(hw.software.turn_us * 1e-6), graphs=graphs)
