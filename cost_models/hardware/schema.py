@@ -236,7 +236,7 @@ class DeviceHardware(msgspec.Struct, frozen=True, kw_only=True):
         messages of tensor parallelism under products.
         """
         soft = self.software
-        streams = soft.gemm_streams + soft.expert_streams * experts + soft.overlap_streams * overlapped
+        streams = sum(n for n, used in zip(soft.workspace_streams, (True, experts, overlapped), strict=True) if used)
         return int((soft.library_MiB + streams * self.gemm.workspace_MiB) * MIB)
 
     @property

@@ -25,6 +25,7 @@ FORM = FileErrors("a software file", ErrorKind.JOB, "costs.software", 10**6, "a 
 _HERE = Path(__file__).parent
 Factor = Annotated[float, msgspec.Meta(ge=0.2, le=5)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Streams = Annotated[int, msgspec.Meta(ge=0, le=64)]
 
 
 class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     kernel gives them the sums' format first. fresh_grads: gradients are
     none between steps (`zero_grad(set_to_none=True)`), each made by the first backward pass that reaches it.
     library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware file's, for each of
-    gemm_streams, of expert_streams where there are grouped experts, of overlap_streams where messages of tp run under
+    workspace_streams: so many always, more where there are grouped experts, more where messages of tp run under
     products. tied_apart: a tied weight's optimizer shards lie within each stage's replicas, not on both stages'; in
     memory alone. tp_overlap: what a job's `[costs] tp_overlap` is where it says nothing. async_tp: where that is off, a
     column-parallel linear's messages of backward run beside its products: its input's gradient beside the weights', its
@@ -69,9 +70,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     async_tp: bool = False
     cp_ring: bool = False
     library_MiB: NonNegative = 0.0
-    gemm_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    expert_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    overlap_streams: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    workspace_streams: tuple[Streams, Streams, Streams] = (0, 0, 0)
     tied_apart: bool = False
     gather_on_demand: bool = False
     zero3_network: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 1.0
