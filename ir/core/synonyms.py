@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 
 def synonym(word: str, known: Iterable[str]) -> tuple[str, ...] | None:
@@ -16,7 +17,20 @@ def synonym(word: str, known: Iterable[str]) -> tuple[str, ...] | None:
     return None if meant is None else tuple(k for k in known if k in meant and k != word)
 
 
+def advice(word: str) -> str | None:
+    """What is to be said where no single key means the word.
+
+    >>> advice("train_iters"), advice("tp_size")
+    ('piper-sim run JOB --steps N', None)
+    """
+    return next((group.get("fix") for group in _groups() if word.lower() in group["words"]), None)
+
+
 @cache
 def _meanings() -> Mapping[str, tuple[str, ...]]:
-    groups = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["group"]
-    return {word: tuple(group.get("keys", ())) for group in groups for word in group["words"]}
+    return {word: tuple(group.get("keys", ())) for group in _groups() for word in group["words"]}
+
+
+@cache
+def _groups() -> tuple[Mapping[str, Any], ...]:
+    return tuple(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["group"])

@@ -10,7 +10,7 @@ from msgspec import inspect as types
 
 from ir.core.errors import PiperError, converted, nearest
 from ir.core.files.read import FileErrors, cut
-from ir.core.synonyms import synonym
+from ir.core.synonyms import advice, synonym
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 HIDDEN = msgspec.Meta(extra={"hidden": True})  # a field that no file has
@@ -140,7 +140,7 @@ class _Check:
             if k not in known:
                 others = [key for key in self.beside if key not in known] if at == self.top else []
                 near = converted(str(k), v, known) or nearest(str(k), [*known, *others])
-                fix = _inside(at, near) if near else self.elsewhere(str(k))
+                fix = _inside(at, near) if near else self.elsewhere(str(k)) or advice(str(k))
                 may = ", ".join([allowed(t), *others])
                 raise self.form.wrong("unknown key", self.file, _inside(at, k), may, fix)
         for k, f in known.items():

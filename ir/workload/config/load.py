@@ -161,7 +161,8 @@ def _find(name: str) -> Path:
     if os.path.isfile(path) or name.endswith(".json"):
         return path
     message, allowed = f"no preset and no file {name!r}", [*presets(), "a path to a config.json"]
-    fix = _nearest_preset(name)
+    unfetched = "the path to its config.json: nothing is fetched from the Hub" if "/" in name else None
+    fix = _nearest_preset(name) or unfetched
     raise PiperError(ErrorKind.MODEL, message, key="model.config", allowed=allowed, suggestion=fix)
 
 

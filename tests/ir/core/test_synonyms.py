@@ -27,7 +27,7 @@ WORDS = {
     "model.attention": ("flash", "unfused"),
 }
 VALUES = {"recompute": "full", "sequence_parallel": True, "lr": 0.1, "clip_norm": 0.5, "zero": 1, "cp": 1}
-VALUES |= {"ep": 1, "etp": 1, "dp_replicate": 1, "pp": 2, "stages_per_rank": 1, "tp": 2}
+VALUES |= {"compute": "bf16", "ep": 1, "etp": 1, "dp_replicate": 1, "pp": 2, "stages_per_rank": 1, "tp": 2}
 SIZES = [(key, word) for g in GROUPS for key in g.get("keys", ()) if key in OURS for word in g["words"]]
 
 
@@ -51,6 +51,21 @@ def test_a_word_means_one_thing_and_what_it_means_exists() -> None:
     known = {*OURS, *(v for kind in WORDS.values() for v in kind), *(k for keys in TYPES.values() for k in keys)}
     assert {k for g in GROUPS for k in g.get("keys", ())} <= known
     assert {w for w in words if w in OURS} == {"layers"}  # of [parallel] a key; of a model, how many there are
+
+
+@pytest.mark.parametrize(
+    ("section", "word", "told"),
+    [
+        ("run", "steps", "piper-sim run JOB --steps N"),
+        ("cluster", "gpus", "cluster.nodes and cluster.gpus_per_node, whose product they are"),
+        ("schedule", "batch_size", "schedule.microbatch_size, or schedule.global_batch of all replicas"),
+        ("parallel", "fsdp", "parallel.zero = 3"),
+        ("parallel", "gpu", "cluster.gpu"),  # a key of another table, no advice
+        ("run", "colour", None),
+    ],
+)
+def test_a_word_without_a_key_of_its_own_is_told_what_to_say(section: str, word: str, told: str | None) -> None:
+    assert _fix(section, word, 2) == told
 
 
 @pytest.mark.parametrize(("key", "word"), SIZES)

@@ -7,6 +7,7 @@ import pytest
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.job.load import job_from, load_job
+from ir.workload import load_config
 from tests.refusals import refusal
 
 TINY = {"model": {"config": "tiny-moe"}}
@@ -200,3 +201,12 @@ def test_a_section_that_is_one_word_is_shown_the_key_it_means() -> None:
     assert (found.key, found.suggestion) == ("model", 'model.config = "llama3-70b"')
     assert refused({**TINY, "schedule": "dualpipe"}).suggestion == 'schedule.name = "dualpipe"'
     assert "seq_len" in (refused({"model": "4GiB"}).allowed or "")  # no model's name: the table's keys are told
+
+
+def test_a_name_of_the_hub_is_said_not_to_be_fetched() -> None:
+    told = refusal(load_config, "meta-llama/Llama-3.1-8B").suggestion
+    assert told == "the path to its config.json: nothing is fetched from the Hub"
+    assert (
+        refusal(load_config, "llama3_8b").suggestion == "llama3-8b"
+        and refusal(load_config, "qwerty").suggestion is None
+    )
