@@ -52,6 +52,7 @@ def parser() -> _Parser:
     """All commands and flags."""
     does = "Predict any pipeline schedule of a real training, then run that plan."
     top = _Parser(prog="piper-sim", description=does, allow_abbrev=False)
+    top.add_argument("--version", action="store_true", help="print the version and exit")
     subs = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name, help_text in COMMANDS.items():
         does = help_text[0].upper() + help_text[1:] + "."
@@ -82,6 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args:
             top.print_help()
             return 2
+        if args[0] == "--version":
+            from importlib.metadata import version  # which a command does without
+
+            print(f"piper-sim {version('piper-sim')}")
+            return 0
         _refuse_unknown(args)
         parsed, unknown = top.parse_known_args(args)
         if parsed.command is None or unknown:
@@ -124,7 +130,8 @@ def _lost(top: _Parser, command: str | None, unknown: Sequence[str]) -> PiperErr
 def _refuse_unknown(args: Sequence[str]) -> None:
     first = next((a for a in args if not a.startswith("-")), None)
     if first is not None and first not in COMMANDS:
-        raise usage_error("piper-sim", f"no command {first!r}", nearest(first, COMMANDS), list(COMMANDS))
+        fix = _TABLE["meant"].get(first) or nearest(first, COMMANDS)
+        raise usage_error("piper-sim", f"no command {first!r}", fix, list(COMMANDS))
 
 
 def _dispatch(parsed: argparse.Namespace) -> int:

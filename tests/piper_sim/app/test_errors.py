@@ -1,6 +1,7 @@
 """Bad input: the exit code, the kind, the key, and the nearest fix."""
 
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,17 @@ def test_bad_flags(cli: Any, args: list[str], key: str, fix: str) -> None:
     result = cli(*args)
     assert result.code == 2 and result.error["kind"] == "usage" and result.error["key"] == key
     assert fix in (result.error["suggestion"] or "")
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("predict", "simulate"), ("train", "run"), ("help", "--help"), ("version", "--version"), ("simulat", "simulate")],
+)
+def test_a_command_by_another_name_is_told_ours(cli: Any, said: str, meant: str) -> None:
+    error = cli(said, "job.toml").error
+    assert (error["key"], error["suggestion"]) == ("piper-sim", meant)
+
+
+def test_the_version_is_the_package_s(cli: Any) -> None:
+    told = cli("--version", as_json=False)
+    assert (told.code, told.out) == (0, f"piper-sim {version('piper-sim')}\n")
