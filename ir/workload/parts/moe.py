@@ -128,10 +128,12 @@ def experts(s: PartSetting) -> PartWork:
             *(() if s.style.fused_experts else (activation(s, total, width),)),
             *k.cast(s, "activated", total * width),
             down.forward(s),
+            *_biases(s, "bias", total * h * 2),
             unpermute,
         ),
         input_grad=(
             permute_backward,
+            *_biases(s, "bias_backward", total * (h + ups * width)),
             *k.input_grad(s, down, arrives_fp8=arrives_fp8),
             *compacted(s, "load", total, width),
             activation_backward(s, total, width),
@@ -216,6 +218,13 @@ def _wide_normed(s: PartSetting, elements: int) -> SavedBuffer:
         return stream_normed(s, "normed", elements)
     again = (k.norm_forward(s, "gate_input.again", elements, stream=True),)
     return SavedBuffer("gate_input", elements * s.wide, Pass.W, ("norm", "operators"), again)
+
+
+def _biases(s: PartSetting, label: str, elements: int) -> Work:
+    """A row's bias is its expert's, times its weight: added behind the products of all, by a kernel that reads and
+    writes; the activation adds its own. Backward reads the gradients of both for their sums by expert.
+    """
+    return (k.memory(s, f"experts.{label}", elements * s.wide),) if s.config.form.expert_bias else ()
 
 
 def _weighed(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:
