@@ -43,7 +43,7 @@ from executor.modules.user.watched import (
     register,
 )
 from executor.modules.user.writes import made_of, reaching, storages, written
-from executor.parallel.divided_reads import Places, places
+from executor.parallel.divided_reads import Places, module_of, places
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, nearest
 
@@ -333,10 +333,21 @@ def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> 
     own = [n.name for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_loss(n, again)]
     result.args = (found[0],)
     graph.eliminate_dead_code()
+    _refuse_values(graph)
     for node in [n for n in graph.nodes if n.op == "placeholder"][1:]:
         if not node.users:
             graph.erase_node(node)
     return graph, next(iter(own), "")
+
+
+def _refuse_values(graph: fx.Graph) -> None:
+    """torch.export lets pass what is as large as values say, by a symbol; no rank's part of it could be told."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        made = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(v, Tensor) and not all(type(n) is int for n in v.shape) for v in made):
+            where = f" in {path}" if (path := module_of(node)) else ""
+            raise model_error(f"shapes depend on values ({node.target}{where})", BRANCHES, ALLOWED, "model.module")
 
 
 def _refuse_writes(graph: fx.Graph, chunks: Mapping[fx.Node, str], again: Collection[fx.Node]) -> None:

@@ -20,6 +20,7 @@ from ir.workload.setting import uneven
 
 STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 READ_OFF = "replicated_with_grad_allreduce"
+LOCAL = "local_params"  # of a module that reads its own vectors (sinks of heads), which the plan divides
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 ALLOWED = 'patterns of module paths, each "colwise", "rowwise", "embedding_rowwise" or "colwise_gather_output"'
 
@@ -99,10 +100,10 @@ def _styles(module: nn.Module, table: Mapping[str, str]) -> dict[str, str]:
     for pattern, style in table.items():
         if style not in (*STYLES, READ_OFF):
             raise job_error("model.tp_plan", f"{pattern}: no such style, {style!r}", nearest(style, STYLES), ALLOWED)
-    paths = [n for n, _ in module.named_modules() if n]
-    if table:
-        paths += [n for n, _ in module.named_parameters(remove_duplicate=False)]
-    found: dict[str, str] = {}
+    paths, found = [n for n, _ in module.named_modules() if n], dict[str, str]()
+    held = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+    bare = [p.split(".") for p, style in own.items() if style == LOCAL]
+    paths += held if table else [n for n in held if any(_alike(n.split(".")[:-1], words) for words in bare)]
     for pattern, style in (table or own).items():
         words = pattern.split(".")
         hit = [p for p in paths if _alike(p.split("."), words)]

@@ -128,6 +128,21 @@ def test_what_a_plan_leaves_open_is_read_off_the_graph() -> None:
     assert model.partly == ("layers.0.scale", "layers.1.scale") and model.shapes["layers.1.up.weight"] == (8, 4)
 
 
+def test_vectors_that_a_model_divides_by_its_own_plan_are_divided() -> None:
+    """transformers' sinks of heads: the plan says so of the vector, and of its module that it reads it as it is."""
+
+    def build() -> Net:
+        net = Net()
+        for layer in net.layers:
+            layer.register_parameter("scale", nn.Parameter(torch.ones(8)))
+        net.tp_plan = {**PLAN, "layers.*.scale": "colwise", "layers.*": "local_params"}  # type: ignore[assignment]
+        return net
+
+    shard = ModelShard(RankRegion(MessageAxis(2, "tp")))
+    model = UserModel(build, tags={"PP": "layers.*"}, batch=(1, 2), shard=shard)
+    assert model.dims["layers.1.scale"] == 0 and model.partly == ()
+
+
 @pytest.mark.parametrize(
     ("plan", "width", "said"),
     [

@@ -278,6 +278,15 @@ def test_a_job_of_another_division_is_refused(given: str, key: str, said: str) -
     assert refused.value.key == key
 
 
+@pytest.mark.parametrize("region", [RankRegion(), RankRegion(cp=MessageAxis(2, "cp"))], ids=["alone", "cp"])
+def test_shapes_that_depend_on_values_are_refused(region: RankRegion) -> None:
+    shard = ModelShard(region)
+    with pytest.raises(PiperError, match=r"shapes depend on values \(aten.index.Tensor in layers.0\)"):
+        UserModel(
+            lambda: _net(lambda x, *_: x + x[x[..., 0] > 0].sum()), tags={"PP": "layers.*"}, batch=(2, 16), shard=shard
+        )
+
+
 @pytest.mark.parametrize("comm", ["all_gather", "all_to_all"])
 def test_such_a_job_is_not_refused_where_it_starts(comm: str) -> None:
     table = {
