@@ -91,7 +91,8 @@ class CapturedModel:
         f = self.found
         layers = sum(c.is_layer for c in f.chunks)
         routed = {int(c.name[1:]): c.experts for c in f.chunks if c.is_layer and c.experts is not None}
-        dense, some = frozenset(range(layers)) - routed.keys(), next(iter(routed.values()), None)
+        dense = frozenset(range(layers)) - routed.keys()
+        some = next((c.experts for c in f.chunks if c.experts is not None), None)  # of what is beside layers, too
         moe = None if some is None else ExpertConfig(some.count, some.top_k, f.hidden, dense_layers=dense)
         return ModelConfig(
             source=self.file,

@@ -280,6 +280,32 @@ def test_exchanges_stand_in_the_plan_and_are_predicted(tmp_path: Path) -> None:
             predict(load_job(job, [changed]))
 
 
+class Beside(nn.Module):
+    """Experts behind the layers, none in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(8, 4), Layer(Experts())
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.last(x)
+        return found
+
+
+def test_experts_that_no_layer_has_are_spread_too(tmp_path: Path) -> None:
+    tags = {"PP": "layers.*", "EP": "last.experts"}
+    (tmp_path / "model.json").write_text(text(capture(Beside(), batch=(1, 8), dtype=DType.FP32, tags=tags, ep=2)))
+    job = {"model": {"graph": str(tmp_path / "model.json"), "seq_len": 8}, "precision": {"compute": "fp32"}}
+    graph = prepare(load_job({**job, "parallel": {"dp": 2, "ep": 2}})).graph()
+    sent = {n.part for n in graph.nodes if n.message is not None}
+    assert {"head.counts", "head.dispatch", "head.combine"} <= sent
+
+
 def test_tokens_that_ranks_of_tp_do_not_share_out_evenly_are_named() -> None:
     shard = ModelShard(RankRegion(RankAxis(2, 0, "tp")), {"layers.*.gate": "colwise_gather_output"})
     with pytest.raises(PiperError, match=r"tp = 2 does not divide tokens of a microbatch, which l0 .* = 7") as info:
