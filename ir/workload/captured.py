@@ -114,7 +114,11 @@ class CapturedModel:
         """Refuse a job of another shape, format or division than was captured, naming its key."""
         f = self.found
         if layout.etp > 1:
-            raise self._refuse("parallel.etp", f"etp = {layout.etp}: a captured module's experts are not cut inside", 1)
+            message = f"etp = {layout.etp}: a captured module's experts are not cut inside"
+            raise job_error("parallel.etp", message, "etp = 1", "1")
+        if shape.encoder_seq_len:
+            message = "a captured module reads one sequence of tokens, of seq_len"
+            raise job_error("model.encoder_seq_len", message, "leave it out", "none")
         for key, given, wanted in (
             ("parallel.tp", layout.tp, f.tp),
             ("parallel.sequence_parallel", layout.sequence_parallel and layout.tp > 1, f.sequence_parallel),
@@ -122,7 +126,6 @@ class CapturedModel:
             ("parallel.cp_comm", CP_COMMS[layout.cp_heads], CP_COMMS[f.cp_heads if f.cp > 1 else layout.cp_heads]),
             ("parallel.ep", layout.ep, f.ep),
             ("model.seq_len", shape.seq_len, f.seq_len),
-            ("model.encoder_seq_len", shape.encoder_seq_len, 0),
             ("schedule.microbatch_size", shape.microbatch_size, f.microbatch_size),
             ("precision.compute", precision.compute, f.dtype),
             ("precision.params", precision.params, f.dtype),
@@ -132,7 +135,8 @@ class CapturedModel:
                 message = f"{_told(given)}, but the module was captured with {_told(wanted)}"
                 raise self._refuse(key, message, _told(wanted))
         if fine := sorted(recompute - {"full"}):
-            raise self._refuse("schedule.recompute", f"{', '.join(fine)}: a captured layer has no such parts", '"full"')
+            message = f"{', '.join(fine)}: a captured layer has no such parts"
+            raise job_error("schedule.recompute", message, 'recompute = "full"', '"none", "full"')
 
     def _refuse(self, key: str, message: str, allowed: object) -> PiperError:
         return job_error(key, message, f"{key.split('.')[1]} = {allowed}, or capture again", str(allowed))

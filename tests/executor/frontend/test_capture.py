@@ -291,6 +291,21 @@ def test_a_job_of_another_shape_than_captured_is_refused_by_its_key(setting: str
     assert caught.value.key == key and caught.value.file == str(tmp_path / "graph.toml") and caught.value.suggestion
 
 
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("parallel.etp=2", "etp = 1"),
+        ("model.encoder_seq_len=4", "leave it out"),
+        ('schedule.recompute=["norm"]', 'recompute = "full"'),
+    ],
+)
+def test_what_no_capture_has_is_not_to_be_captured_again(setting: str, fix: str, tmp_path: Path) -> None:
+    _both(tmp_path, "tiny-llama", 4, 64)
+    with pytest.raises(PiperError) as caught:
+        prepare(load_job(str(tmp_path / "graph.toml"), [setting]))
+    assert caught.value.suggestion == fix
+
+
 def test_shapes_that_depend_on_values_cannot_be_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = Path(NET).read_text().replace("x = x + self.mix", "x = x[x[..., 0] > 0].sum() + x + self.mix")
     (tmp_path / "m.py").write_text(source)
