@@ -97,6 +97,19 @@ def _end(graph: fx.Graph, between: Between, region: RankRegion) -> None:
             node.target, node.args = along(of_region(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
 
 
+def refuse_wrapped(root: fx.GraphModule, cut: Collection[int]) -> None:
+    """Code without gradients, or under autocast, is one call of a graph, in which nobody sees where a region ends.
+
+    Raises PiperError (model): tp divides what such code reads. cut: parameters, by id.
+    """
+    apart = apart_from(root, cut)
+    for node in root.graph.nodes:
+        if node in apart and str(node.target).startswith("wrap_with_"):  # set_grad_enabled, autocast
+            message = f"{_where(node)}, is code under no_grad or autocast that reads what tp divides"
+            allowed, fix = "linears that are called outside of such code", "leave out what it calls"
+            raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
+
+
 def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> Divided:
     """Which values are parts of the whole module's. whole: what it computes undivided. Raises PiperError (model): one
     is something else.
