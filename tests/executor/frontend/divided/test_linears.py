@@ -170,7 +170,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], width: int, s
 @pytest.mark.parametrize("plan", [PLAN, {"layers.*.up": "colwise_gather_output"}], ids=["PLAN", "gathered"])
 def test_what_is_called_without_gradients_is_not_divided(plan: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mlp, "forward", torch.no_grad()(Mlp.forward))
-    with pytest.raises(PiperError, match="in layers.0, is code under no_grad or autocast that reads") as info:
+    with pytest.raises(PiperError, match=r"in layers\.0, is code under no_grad or autocast that reads") as info:
         _model(plan)
     assert info.value.suggestion == "leave out what it calls" and _model({"embed": "embedding_rowwise"}).dims
 
