@@ -110,7 +110,7 @@ def export_cut(
     attend_to_all(root, attentions, region)
     at, layers = _layers(graph, tags[SEAM], made_again(module, graph))
     if not layers:
-        raise _never_called(module, tags[SEAM])
+        raise _never_called(module, graph, tags[SEAM])
     _refuse_writes(graph, chunk_of(graph, at), made_again(module, graph))
     partly, between = frozenset[int](), NONE
     if few is not None:
@@ -413,9 +413,9 @@ def _layers(graph: fx.Graph, pattern: str, again: Collection[fx.Node]) -> tuple[
     return at, layers
 
 
-def _never_called(module: nn.Module, pattern: str) -> PiperError:
+def _never_called(module: nn.Module, graph: fx.Graph, pattern: str) -> PiperError:
     message = f"{pattern!r} matches modules of {type(module).__name__} that forward never calls"
-    inside = any(fnmatchcase(n, f"{pattern}.*") for n, _ in module.named_modules())
+    inside = any(fnmatchcase(module_of(node), f"{pattern}.*") for node in graph.nodes)  # of a list those in it
     return model_error(message, f"{pattern}.*" if inside else None, "modules that forward calls", f"model.tags.{SEAM}")
 
 

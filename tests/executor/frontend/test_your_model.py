@@ -99,6 +99,7 @@ def test_what_no_plan_could_repeat_is_refused_with_the_line(twist: str) -> None:
     [
         ({"PP": "layer.*"}, "no module is called 'layer.*'", "layers.*"),
         ({"PP": "idle.*"}, "that forward never calls", None),
+        ({"PP": "idle"}, "that forward never calls", None),
         ({"PP": "layers"}, "that forward never calls", "layers.*"),
         ({"PP": "layers.*", "EP": "layer.*"}, "no module is called 'layer.*'", "layers.*"),
         ({"DP": "layers.*"}, "DP says nothing of a module", "leave it out"),

@@ -58,7 +58,7 @@ def regions(
         beyond = [u for u in node.users if u.op == "output" or chunks[u] != chunks.get(node, chunks[u])]
         ends = node.target in ENDS
         if (node in apart and beyond and node is not words) or (ends and node.args[0] not in apart):
-            raise _unfinished(node)
+            raise _unfinished(node, seam=node in apart and any(u.op != "output" for u in beyond))
         if ends and node in alone:  # what each rank reads of it would be a part of its gradient
             raise _of_no_tokens(node)
         if ends:
@@ -203,7 +203,11 @@ def floating(value: object) -> bool:
     return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
-def _unfinished(node: fx.Node) -> PiperError:
+def _unfinished(node: fx.Node, *, seam: bool) -> PiperError:
+    """seam: what is divided goes on in the next layer."""
+    if seam:
+        message, fix = f"{_where(node)}, crosses a seam, and is divided over tp", "layers that end where nothing is divided"
+        return PiperError(ErrorKind.MODEL, message, key="model.tags.PP", allowed="modules whole in it", suggestion=fix)
     message = f"{_where(node)}, is divided over tp where nothing sums it, or not where it is summed"
     fix = "each colwise linear's output ends in a rowwise one"
     return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=ALLOWED, suggestion=fix)

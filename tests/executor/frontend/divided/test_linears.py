@@ -175,6 +175,13 @@ def test_what_is_called_without_gradients_is_not_divided(plan: dict[str, str], m
     assert info.value.suggestion == "leave out what it calls" and _model({"embed": "embedding_rowwise"}).dims
 
 
+def test_a_layer_that_ends_inside_of_what_is_divided_is_refused_by_its_tag() -> None:
+    shard = ModelShard(RankRegion(MessageAxis(2, "tp")), PLAN)
+    with pytest.raises(PiperError, match="crosses a seam, and is divided over tp") as info:
+        UserModel(Net, tags={"PP": "layers.*.up"}, batch=(1, 2), shard=shard)
+    assert info.value.key == "model.tags.PP"
+
+
 @pytest.mark.filterwarnings("ignore")  # torch would have the old one no more
 @pytest.mark.parametrize("old", [False, True])
 def test_a_linear_whose_weight_is_made_of_others_is_not_divided(old: bool) -> None:
