@@ -206,7 +206,10 @@ def floating(value: object) -> bool:
 def _unfinished(node: fx.Node, *, seam: bool) -> PiperError:
     """seam: what is divided goes on in the next layer."""
     if seam:
-        message, fix = f"{_where(node)}, crosses a seam, and is divided over tp", "layers that end where nothing is divided"
+        message, fix = (
+            f"{_where(node)}, crosses a seam, and is divided over tp",
+            "layers that end where nothing is divided",
+        )
         return PiperError(ErrorKind.MODEL, message, key="model.tags.PP", allowed="modules whole in it", suggestion=fix)
     message = f"{_where(node)}, is divided over tp where nothing sums it, or not where it is summed"
     fix = "each colwise linear's output ends in a rowwise one"
