@@ -38,6 +38,8 @@ from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import NEWER
 
 UNUSED = ("source", "init_std", "max_positions")  # of a model's config: a checkpoint does not depend on them
+CUT = ("layers", "moe", "hidden", "head_dim", "ffn")  # of a captured module: what follows from its tags, a plan's
+CAPTURED = ("graph", "tags", "tp_plan")  # keys of a plan, too, where a module is captured for it
 BESIDE = (BUFFERS, "routers' corrections")  # what weights' files have that is no parameter
 SEED = "the seed of frozen parameters"
 Difference = tuple[str, str, str, str | None]  # what differs, key, what it may be, the fix
@@ -91,7 +93,9 @@ def check_same(manifest: CheckpointManifest, prepared: PreparedJob, folder: Path
 def _differences(manifest: CheckpointManifest, prepared: PreparedJob) -> Iterator[Difference]:
     job, was, now = prepared.job, manifest.training, training_of(prepared)
     shapes = [{n: " x ".join(map(str, s)) for n, s in t.shapes.items()} for t in (now, was)]
-    for ours, theirs in (shapes, (now.model, was.model)):
+    cut = CUT if prepared.config.model_type == "captured" else ()
+    models = [{k: v for k, v in t.model.items() if k not in cut} for t in (now, was)]
+    for ours, theirs in (shapes, models):
         for k in {**ours, **theirs}:
             if (mine := ours.get(k, "missing")) != (other := theirs.get(k, "missing")):
                 key, fix = "model.weights" if k in BESIDE else "model.config", _model(manifest, job)
@@ -122,7 +126,7 @@ def _differences(manifest: CheckpointManifest, prepared: PreparedJob) -> Iterato
 def _model(manifest: CheckpointManifest, job: Job) -> str | None:
     """The overrides that give `[model]` back the keys it had; None where some key cannot be set back so."""
     was, now = manifest.job.get("model", {}), plain_table(job)["model"]
-    given = {k for k in {*was, *now} if was.get(k) != now.get(k)} - {"seed", "attention", "seq_len"}
+    given = {k for k in {*was, *now} if was.get(k) != now.get(k)} - {"seed", "attention", "seq_len", *CAPTURED}
     if not given or "config" in given or any(k not in was for k in given):
         return None
     return " ".join(f"--set model.{k}={_toml(was[k])}" for k in sorted(given))

@@ -103,6 +103,25 @@ def test_a_run_goes_on_with_the_buffers_that_it_was_given(job: Path, capsys: pyt
     assert lister([str(keep), "--hub", str(job.parent / "other")]) == 2
 
 
+def test_a_run_goes_on_whatever_its_layers_are(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two tensors cross these seams."""
+    keep, other = job.parent / "keep", ("--set", 'model.tags={PP="layers.*.up"}')
+    _, whole = run(job, capsys, 2)
+    run(job, capsys, 1, "--save", str(keep))
+    code, again = run(job, capsys, 2, "--resume", str(keep), *other)
+    assert code == 0 and again["losses"] == pytest.approx(whole["losses"][1:], rel=1e-12)
+
+
+def test_another_module_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep = job.parent / "keep"
+    run(job, capsys, 1, "--save", str(keep))
+    job.with_name("model.py").write_text(
+        SOURCE.replace("Embedding(16, 8), nn.Linear(8, 16)", "Embedding(18, 8), nn.Linear(8, 18)")
+    )
+    code, told = run(job, capsys, 2, "--resume", str(keep))
+    assert code == 2 and "the job it was saved by" in told["error"]["suggestion"]
+
+
 def test_what_is_exported_has_every_value_of_the_module(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Buffers, and parameters without dimensions, or without elements."""
     keep, out = job.parent / "keep", job.parent / "out"
