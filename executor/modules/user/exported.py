@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
 from executor.modules.user.divided.linears import divided_modules
-from executor.modules.user.divided.regions import NONE, parts_of, refuse_wrapped, regions
+from executor.modules.user.divided.regions import NONE, parts_of, regions
 from executor.modules.user.divided.sequence import FIX, KEY, share_between, tokens_between
 from executor.modules.user.divided.shared import pairs_of
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
@@ -98,8 +98,7 @@ def export_cut(
         root, graph, loss, unread = _of_all(module, size, length, region.tp.index)
     vocabulary, tables = [*graph.nodes][-1].all_input_nodes[0].meta["val"].shape[-1], tables_of(graph)
     some, few = _of_ranks(before, size, length, region, seed)
-    refuse_wrapped(root, cut)
-    parts = {} if whole is None else parts_of(root, whole, divided_modules(module))
+    parts = {} if whole is None else parts_of(root, whole, divided_modules(module), cut)
     flag_causal(root)
     reseed(graph, seed, ValuesOfRank(parts, region.tp.size, region.tp.index))
     pairs, attentions = {} if few is None else pairs_of(root, few), list[fx.Node]()

@@ -97,7 +97,7 @@ def _end(graph: fx.Graph, between: Between, region: RankRegion) -> None:
             node.target, node.args = along(of_region(ENDS[node.target] or _features, here), dim, repeats), node.args[:1]
 
 
-def refuse_wrapped(root: fx.GraphModule, cut: Collection[int]) -> None:
+def _refuse_wrapped(root: fx.GraphModule, cut: Collection[int]) -> None:
     """Code without gradients, or under autocast, is one call of a graph, in which nobody sees where a region ends.
 
     Raises PiperError (model): tp divides what such code reads. cut: parameters, by id.
@@ -110,10 +110,11 @@ def refuse_wrapped(root: fx.GraphModule, cut: Collection[int]) -> None:
             raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
 
 
-def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str]) -> Divided:
-    """Which values are parts of the whole module's. whole: what it computes undivided. Raises PiperError (model): one
-    is something else.
+def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str], cut: Collection[int]) -> Divided:
+    """Which values are parts of the whole module's. whole: what it computes undivided; cut: parameters, by id. Raises
+    PiperError (model): one is something else.
     """
+    _refuse_wrapped(root, cut)
     found = divided_values(root.graph, whole, apart)
     wrong = found if isinstance(found, ShardMismatch) else own_mismatch(root.graph, found)
     if wrong is not None:
