@@ -9,6 +9,8 @@ from ir.directives.load import DirectiveFile
 from ir.graph.graph import Graph
 from ir.graph.sync import buckets
 from ir.job.schema import Job
+from ir.workload.captured import CapturedModelWork
+from ir.workload.part import CP_COMMS
 
 
 def agree(job: Job, made: DirectiveFile) -> Job:
@@ -59,6 +61,29 @@ def check_replicated(graph: Graph) -> None:
                 "a replicate for every part that has copies",
                 'add {"op": "replicate", "filter": {}}',
             )
+
+
+def check_as_captured(graph: Graph) -> None:
+    """The numbers of a captured module are those of one division, which a strategy cannot change part by part.
+
+    Raises PiperError (directive): it divides some part otherwise.
+    """
+    if not isinstance(graph.source, CapturedModelWork):
+        return
+    f, every = graph.source.model.found, 'a filter that matches all: {}, of ep {"EP": "*"}'
+    for e in graph.entries:
+        x, heads = e.layout, f.cp > 1 and f.cp_heads
+        both = f"parallel.sequence_parallel = {str(x.sequence_parallel).lower()}"
+        for what, given, wanted, fix in (
+            ("tp", x.tp, f.tp, every),
+            ("cp", x.cp, f.cp, every),
+            ("ep", x.ep, f.ep if e.part.name == "experts" else 1, every),
+            ("sequence_parallel", x.sequence_parallel, f.sequence_parallel, both),
+            ("heads", x.cp_heads, heads, f'parallel.cp_comm = "{CP_COMMS[x.cp_heads]}"'),
+        ):
+            if given != wanted:
+                message = f"{what} is {given:d} of {e.name} in the strategy, and it was captured with {wanted:d}"
+                raise directive_error(message, "as it was captured", fix)
 
 
 def with_split(made: DirectiveFile, mbs: int | None) -> DirectiveFile:

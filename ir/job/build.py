@@ -17,7 +17,7 @@ from ir.directives.load import DirectiveFile, load_strategy
 from ir.graph.casts import with_casts
 from ir.graph.graph import Graph
 from ir.graph.matrices import MuonOptimizer
-from ir.job.agree import agree, check_replicated, with_split
+from ir.job.agree import agree, check_as_captured, check_replicated, with_split
 from ir.job.cache import GRAPHS, PLANS, PlanStructure
 from ir.job.model import read_model
 from ir.job.recompute import recompute_options, recomputed_layers
@@ -70,6 +70,7 @@ class PreparedJob:
         with blaming(self.job):
             graph = apply(self.base, self.strategy)
             check_replicated(graph)
+            check_as_captured(graph)
             return with_casts(graph)
 
     @property

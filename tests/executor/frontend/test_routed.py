@@ -17,7 +17,7 @@ from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.errors import PiperError
 from ir.core.work import DType
 from ir.job import load_job
-from ir.job.build import prepare
+from ir.job.build import directives_json, prepare
 from piper_sim.study.predict import predict
 from tests.executor.frontend import class_runs as hub
 from tests.executor.frontend.models.hub_classes import EXPERTS_OF
@@ -278,6 +278,34 @@ def test_exchanges_stand_in_the_plan_and_are_predicted(tmp_path: Path) -> None:
     for changed, said in (("parallel.ep=1", "1, but the module was captured with 2"), ("routing.kind=zipf", "routers")):
         with pytest.raises(PiperError, match=said):
             predict(load_job(job, [changed]))
+
+
+@pytest.mark.parametrize(
+    ("some", "said"),
+    [
+        ({"EP": 0}, "ep is 1 of l1.experts in the strategy, and it was captured with 2"),
+        ({"L": "*"}, "ep is 2 of l0.router in the strategy, and it was captured with 1"),
+        ({"EP": "*"}, ""),
+    ],
+)
+def test_a_strategy_that_spreads_other_parts_than_were_captured_is_refused(
+    some: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.json").write_text(text(capture(Net(), batch=(1, 8), dtype=DType.FP32, tags=TAGS, ep=2)))
+    job: dict[str, Any] = {
+        "model": {"graph": str(tmp_path / "model.json"), "seq_len": 8},
+        "precision": {"compute": "fp32"},
+        "parallel": {"dp": 2, "ep": 2},
+    }
+    every = directives_json(prepare(load_job(job)).strategy)
+    rows = [{**row, "filter": some} if row["op"] == "shard" else row for row in every]
+    (tmp_path / "strategy.json").write_text(json.dumps(rows))
+    prepared = prepare(load_job({**job, "schedule": {"directives": str(tmp_path / "strategy.json")}}))
+    if not said:
+        assert prepared.graph()
+        return
+    with pytest.raises(PiperError, match=said):
+        prepared.graph()
 
 
 class Beside(nn.Module):
