@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from executor.modules.user.writes import ancestors
+from executor.modules.user.exports.writes import ancestors
 from executor.parallel.traced import in_order
 
 Kernel = Callable[..., Sequence[Tensor]]

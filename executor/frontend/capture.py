@@ -27,9 +27,9 @@ from executor.frontend.measure import PartMeasure, PassMeasure, survey, without_
 from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.exported import tensors_of
+from executor.modules.user.exports.shared_exports import RankExports, exports_shared
 from executor.modules.user.model import UserModel
 from executor.modules.user.reference import load_callable
-from executor.modules.user.shared_exports import RankExports, exports_shared
 from executor.parallel.inline import MessageAxis, RankAxis, RankRegion
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.work import DType, Kernel, KernelKind, Message

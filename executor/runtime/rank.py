@@ -20,8 +20,8 @@ from executor.device.progress import RankProgress
 from executor.device.race import RaceDevice
 from executor.modules.base import TORCH
 from executor.modules.choose import gathered_format
+from executor.modules.user.exports.shared_exports import RankExports, exports_shared
 from executor.modules.user.reference import refuse_other_values
-from executor.modules.user.shared_exports import RankExports, exports_shared
 from executor.parallel.collective import groups
 from executor.parallel.inline import Meeting, RankRegion, inline_groups
 from executor.parallel.router_guide import planned_routes

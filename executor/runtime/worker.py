@@ -18,7 +18,7 @@ import torch
 from executor.device.device import Device
 from executor.device.progress import RankProgress, RankState
 from executor.device.race import RaceDevice
-from executor.modules.user.shared_exports import RankExports
+from executor.modules.user.exports.shared_exports import RankExports
 from executor.runtime.flight import arm, listen, operations, operations_file
 from executor.runtime.given import Checksums, given_name, read_given
 from executor.runtime.target import NO_ROOM, find, temporary, write_whole

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
-from executor.modules.user.writes import ancestors, made_once
+from executor.modules.user.exports.writes import ancestors, made_once
 from ir.core.errors import ErrorKind, PiperError
 
 SEAM = "PP"

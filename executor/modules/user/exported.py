@@ -4,21 +4,14 @@ Shapes are those of one microbatch. What needs Python's decisions on values is r
 the user's line.
 """
 
-import linecache
-import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from inspect import Parameter, signature
-from keyword import iskeyword
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.fx import config
 from torch.utils._pytree import tree_leaves
 
 from executor.modules.user.annotate import SEAM, At, ChunkedModel, chunk_of, cut_at, made_again, model_error
@@ -28,37 +21,25 @@ from executor.modules.user.divided.sequence import FIX, KEY, share_between, toke
 from executor.modules.user.divided.shared import pairs_of
 from executor.modules.user.divided.tokens import attend_to_all, share_tokens, tokens_of_a_rank
 from executor.modules.user.divided.words import keep_words, tables_of
-from executor.modules.user.rewrites.attention import flag_causal, widen_values
-from executor.modules.user.rewrites.dropout import ValuesOfRank, reseed
-from executor.modules.user.rewrites.own_functions import call_functions, functions_kept, is_own
-from executor.modules.user.rewrites.seams import pack_seams
-from executor.modules.user.shared_exports import shared_exports
-from executor.modules.user.watched import (
-    Assigned,
+from executor.modules.user.exports.torch_export import ALLOWED, BRANCHES, export_again, export_whole
+from executor.modules.user.exports.watched import (
     count_on,
-    forward_watched,
     refuse_counter,
     refuse_hidden_writes,
     refuse_unseen,
-    register,
 )
-from executor.modules.user.writes import made_of, reaching, storages, written
+from executor.modules.user.exports.writes import made_of, reaching, storages, written
+from executor.modules.user.rewrites.attention import flag_causal, widen_values
+from executor.modules.user.rewrites.dropout import ValuesOfRank, reseed
+from executor.modules.user.rewrites.seams import pack_seams
 from executor.parallel.divided_reads import Places, module_of, places
 from executor.parallel.inline import RankRegion
 from ir.core.errors import PiperError, nearest
 
 EXPERTS = "EP"
-NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 NONE_CUT: Mapping[int, int] = {}
 ALONE = RankRegion()
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar")
-OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-ALLOWED = "a forward (ids) → logits whose shapes and branches depend on sizes alone"
-BRANCHES = "branch on sizes, not on values; experts by a loop over those chosen do so, too"
-FIXES = {  # by what torch says
-    "register a pytree": "torch.export.register_dataclass of it, or a dict or tuple",
-    "fake tensor": "keep in the module what a call leaves for others, not beside it (lru_cache, a dict of the file)",
-}
 TOGETHER = 'divide what reads what is divided, too, or "colwise_gather_output" for the linear before it'
 
 
@@ -130,10 +111,10 @@ def _of_all(
     """Forward as a graph, which repeats exactly; the number that it returns beside the logits, if it does; and what it
     makes nothing of that it returns.
     """
-    root, assigned = _once(module, size, length, index)
+    root, assigned = export_whole(module, size, length, index)
     if assigned:
         count_on(assigned)
-        again, assigned = _again(module, size, length) or (root, [])
+        again, assigned = export_again(module, size, length) or (root, [])
         refuse_counter(assigned, root.graph, again.graph)
     refuse_hidden_writes(root)
     refuse_unseen(root)
@@ -176,7 +157,7 @@ def _blaming(what: str, key: str, fix: str, really: bool = True) -> Iterator[Non
 
 def _of_tokens(module: nn.Module, size: int, length: int, index: int = 0) -> fx.Graph:
     """Its graph for sequences of so many tokens."""
-    root, _ = _once(copy_of(module), size, length, index)
+    root, _ = export_whole(copy_of(module), size, length, index)
     return _tidied(module, root, (size, length))[0]
 
 
@@ -231,89 +212,9 @@ def _check_tags(module: nn.Module, tags: Mapping[str, str]) -> None:
         raise model_error("no tag says where layers are", None, SEAM, "model.tags")
 
 
-def _check_inputs(module: nn.Module) -> None:
-    needed = [n for n, p in signature(module.forward).parameters.items() if p.default is p.empty and p.kind in NAMED]
-    if more := needed[1:]:
-        message = f"the forward of {type(module).__name__} needs {', '.join(more)} beside the token ids"
-        raise model_error(message, f"{more[0]} = None, made in forward then", ALLOWED, "model.module")
-
-
 def _patterns(paths: list[str]) -> list[str]:
     """Lists of modules, as patterns."""
     return list(dict.fromkeys(f"{p.rpartition('.')[0]}.*" for p in paths if p.rpartition(".")[2].isdigit()))
-
-
-def _once(module: nn.Module, size: int, length: int, index: int) -> tuple[fx.GraphModule, list[Assigned]]:
-    """As `_watched`. What calls no Python of the user's and assigns nothing, another rank's export gives as well, the
-    `index`-th among those that tp divides it over.
-    """
-    known, of = shared_exports(), (size, length, index)
-    if known is not None and (taken := known.take(module, of)) is not None:
-        return taken, []
-    root, assigned = _watched(module, size, length)
-    if known is not None and not assigned and not any(map(is_own, root.graph.nodes)):
-        known.put(module, of, root)
-    return root, assigned
-
-
-def _watched(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]]:
-    """The whole forward as one graph, with the user's functions in it; numbers that it assigned."""
-    failure, root = None, None
-    with functions_kept() as calls, forward_watched(module) as (assigned, unregistered):
-        try:
-            root = _exported(module, size, length)
-        except PiperError as error:
-            failure = error
-    if unregistered:  # buffers are what torch.export knows
-        register(unregistered)
-        return _watched(module, size, length)
-    if root is None:
-        raise failure or AssertionError
-    call_functions(root.graph, calls)
-    return root, assigned
-
-
-def _again(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]] | None:
-    """The graph of a second call; None where that fails, as what a first one has kept may be gone."""
-    with suppress(PiperError):
-        return _watched(module, size, length)
-    return None
-
-
-def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
-    """The whole forward as one graph, with the module's own parameters. No caches: they are for generating text."""
-    _check_inputs(module)
-    ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
-    try:
-        with _without_stacks():
-            return torch.export.export(module, (ids,), options(module), strict=False).module(check_guards=False)
-    except PiperError:
-        raise
-    except Exception as error:  # of torch.export, of dynamo, of the user's code: of any kind
-        raise _not_exported(module, error) from error
-
-
-@contextmanager
-def _without_stacks() -> Iterator[None]:
-    """Nobody asks a node which lines of Python made it, and to look them up is a quarter of an export."""
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before
-
-
-def options(module: nn.Module) -> dict[str, Any]:
-    """What forward is given beside the ids. One that hands on whatever it is given (peft's) is asked for those inside.
-
-    >>> options(nn.Linear(1, 1))
-    {}
-    """
-    of = signature(module.forward).parameters
-    hands_on = any(p.kind is p.VAR_KEYWORD for p in of.values())
-    asked = module.modules() if hands_on else (module,)
-    return {"use_cache": False} if any("use_cache" in signature(m.forward).parameters for m in asked) else {}
 
 
 def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> tuple[fx.Graph, str]:
@@ -416,19 +317,3 @@ def _never_called(module: nn.Module, graph: fx.Graph, pattern: str) -> PiperErro
     message = f"{pattern!r} matches modules of {type(module).__name__} that forward never calls"
     inside = any(fnmatchcase(module_of(node), f"{pattern}.*") for node in graph.nodes)  # of a list those in it
     return model_error(message, f"{pattern}.*" if inside else None, "modules that forward calls", f"model.tags.{SEAM}")
-
-
-def _not_exported(module: nn.Module, error: Exception) -> PiperError:
-    """What torch says, and the last line on the way there that is the user's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OWN, "<"))]
-    where = ""
-    if frames:
-        last = frames[-1]
-        where = f" at {last.filename}:{last.lineno}: {linecache.getline(last.filename, last.lineno or 0).strip()}"
-    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    message = f"{type(module).__name__} cannot be exported{where} ({type(error).__name__}: {said.strip()[:200]})"
-    fix = next((fix for word, fix in FIXES.items() if word in said), BRANCHES)
-    names = (n for n, _ in module.named_modules() if any(map(iskeyword, n.split("."))))
-    if isinstance(error, SyntaxError) and (name := next(names, None)):  # torch.fx writes paths down as code
-        fix = f"another name than {name}, which is a word of Python's"
-    return model_error(message, fix, ALLOWED, "model.module")

@@ -14,7 +14,8 @@ from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
 from executor.modules.user.annotate import cut
 from executor.modules.user.divided.linears import ModelShard, divide
-from executor.modules.user.exported import copy_of, export_cut, logits_of, options, shapes_of
+from executor.modules.user.exported import copy_of, export_cut, logits_of, shapes_of
+from executor.modules.user.exports.torch_export import options
 from executor.modules.user.given import UserModelWeights, saved_buffers
 from executor.modules.user.purity import (
     ChunkCall,

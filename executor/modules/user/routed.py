@@ -23,8 +23,8 @@ from executor.modules.functions import grouped_linear, unpermute
 from executor.modules.moe import ExpertDispatch, ExpertParallelExperts
 from executor.modules.parallel import own, whole
 from executor.modules.user.annotate import copied, made_again, model_error
+from executor.modules.user.exports.writes import ancestors, made_of, storages, unlike, written
 from executor.modules.user.purity import refuse_unlike
-from executor.modules.user.writes import ancestors, made_of, storages, unlike, written
 from executor.parallel.expert_all_to_all import Table
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard, ShardCut

@@ -17,7 +17,7 @@ from torch import nn
 from executor.device.progress import RankProgress, create
 from executor.frontend.capture import capture, text
 from executor.launch.run import gathered
-from executor.modules.user.shared_exports import RankExports
+from executor.modules.user.exports.shared_exports import RankExports
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.given import given_name, given_text
 from executor.runtime.rank import train_rank

@@ -17,8 +17,8 @@ from executor.modules.user.annotate import At, chunk_of
 from executor.modules.user.divided.columns import gather_again, held
 from executor.modules.user.divided.linears import ALLOWED, ENDS
 from executor.modules.user.divided.own_calls import own_mismatch
+from executor.modules.user.exports.writes import times_written, written_otherwise
 from executor.modules.user.rewrites.own_functions import is_own
-from executor.modules.user.writes import times_written, written_otherwise
 from executor.parallel.divided_reads import Divided, Places, ShardMismatch, divided_values, module_of
 from executor.parallel.inline import RankRegion
 from ir.core.errors import ErrorKind, PiperError

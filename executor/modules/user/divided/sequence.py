@@ -22,7 +22,7 @@ from executor.modules.user.divided.regions import (
     of_region,
 )
 from executor.modules.user.divided.shared import CHECKS, SharedTokens, refused, resize, shared_tokens
-from executor.modules.user.writes import times_written
+from executor.modules.user.exports.writes import times_written
 from executor.parallel.inline import RankRegion
 from executor.parallel.token_reads import TokenDims
 from ir.core.errors import job_error

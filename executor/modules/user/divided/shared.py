@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 from executor.modules.parallel import Moved
 from executor.modules.user.divided.linears import ENDS, FEATURES, LEAVE
+from executor.modules.user.exports.writes import ancestors, storages, written, written_otherwise
 from executor.modules.user.rewrites.dropout import attend, drop
 from executor.modules.user.rewrites.own_functions import is_own
 from executor.modules.user.routed import MARK
-from executor.modules.user.writes import ancestors, storages, written, written_otherwise
 from executor.parallel.divided_reads import ShardMismatch, arguments, aten, module_of, shape_of, sizes_of
 from executor.parallel.token_reads import ATTENTION, Followed, TokenDims, mask_of
 from ir.core.errors import ErrorKind, PiperError

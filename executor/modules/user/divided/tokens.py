@@ -17,7 +17,7 @@ from executor.modules.parallel import Moved, across
 from executor.modules.user.annotate import At, chunk_of
 from executor.modules.user.divided.regions import Between, along, floating, laid_out, of_region
 from executor.modules.user.divided.shared import CHECKS, SharedTokens, pairs_of, refused, resize, shared_tokens
-from executor.modules.user.writes import storages, times_written, written
+from executor.modules.user.exports.writes import storages, times_written, written
 from executor.parallel.divided_reads import VIEWS, ShardMismatch, aten, module_of
 from executor.parallel.inline import RankAxis, RankRegion, stretches
 from executor.parallel.token_reads import ATTENTION, MIXED, TokenDims, mask_of, sees_past_only

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from executor.modules.user.writes import made_of
+from executor.modules.user.exports.writes import made_of
 
 MOST_ELEMENTS = 2**30  # of a mask that is looked at
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from executor.modules.user.divided.linears import ModelShard
+from executor.modules.user.exports.shared_exports import RankExports, exports_shared
 from executor.modules.user.model import UserModel
-from executor.modules.user.shared_exports import RankExports, exports_shared
 from executor.parallel.inline import RankAxis, RankRegion, stretches
 
 Build = Callable[[], nn.Module]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from executor.frontend.capture import capture
 from executor.modules.user import exported
 from executor.modules.user.exported import export_cut
-from executor.modules.user.shared_exports import RankExports, exports_shared
+from executor.modules.user.exports.shared_exports import RankExports, exports_shared
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.work import DType
 from tests.executor.frontend import class_runs

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from executor.modules.user.annotate import model_error
+from executor.modules.user.exports.writes import storages, written
 from executor.modules.user.purity import numpy_state
-from executor.modules.user.writes import storages, written
 from ir.core.errors import PiperError
 
 Assigned = tuple[str, nn.Module, str, float]
