@@ -107,11 +107,9 @@ def experts(s: PartSetting) -> PartWork:
     Rows go back as they came, to be summed behind combine; where nothing is exchanged, they leave summed by token.
     """
     moe, h = _moe(s), s.config.expert_hidden
-    groups, width = moe.experts // s.layout.ep, moe.ffn // s.layout.etp
+    groups, width, ups = moe.experts // s.layout.ep, moe.ffn // s.layout.etp, s.config.activation.ups
     received = s.stream * moe.top_k * s.layout.etp
-    rows = -(-received // groups)
-    total = rows * groups
-    ups = s.config.activation.ups
+    total = (rows := -(-received // groups)) * groups
     up = LinearKernel("experts.gate_up_proj", rows, ups * width, h, groups)
     down = LinearKernel("experts.down_proj", rows, h, width, groups)
     back = with_scales(s.stream * moe.top_k * h, s.precision.combine)

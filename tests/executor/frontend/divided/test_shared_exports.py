@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.frontend.capture import capture
-from executor.modules.user import exported
 from executor.modules.user.exported import export_cut
+from executor.modules.user.exports import torch_export
 from executor.modules.user.exports.shared_exports import RankExports, exports_shared
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.work import DType
@@ -45,13 +45,13 @@ class Net(nn.Module):
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The class of each module that torch exports from here on."""
-    found, plain = list[str](), exported._exported
+    found, plain = list[str](), torch_export._exported
 
     def noted(module: nn.Module, *batch: int) -> Any:
         found.append(type(module).__name__)
         return plain(module, *batch)
 
-    monkeypatch.setattr(exported, "_exported", noted)
+    monkeypatch.setattr(torch_export, "_exported", noted)
     return found
 
 
