@@ -123,7 +123,8 @@ def experts(line: Line, hw: DeviceHardware) -> float:
     out, into = (2 * ffn, hidden) if name == "up" else (hidden, ffn)
     m, n, k = {"": (rows, out, into), "grad": (rows, into, out), "weight": (out, into, rows)}[of]
     moved = groups * (m * k + n * k + 2 * m * n)
-    product = Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, DType.FP8, (groups, m, n, k))
+    label = f"experts.{name}"
+    product = Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, DType.FP8, (groups, m, n, k), label)
     unmade = Kernel(KernelKind.MEMORY, 0, groups * rows * ffn * 5 * 2, DType.BF16)
     hw = structs.replace(hw.in_training(), fused_experts=True)
     return work_seconds((product, unmade) if line["product"] == "down_grad" else (product,), hw)
