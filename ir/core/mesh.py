@@ -78,16 +78,22 @@ class Mesh:
             raise _no_ep(sizes, order, f"etp·ep = {etp * ep} does not divide tp·cp·dp = {devices}")
         dense = _strides([a for a in order if a != "ep"], sizes)
         expert = _strides([_TWIN.get(a, a) for a in order if a != "cp"], sizes)
-        if dense["pp"] != expert["pp"]:
-            raise job_error("parallel.order", "pp stands between the axes that experts share", "'pp' first or last")
-        strides, cuts = dense | expert, _cuts(sizes, order)
+        apart = dense["pp"] != expert["pp"]
+        if apart and ep * etp > 1:
+            fix = f"'pp' first or last, or etp·ep = tp·cp = {tp * cp} behind which it stands"
+            raise job_error("parallel.order", "pp stands between the axes that experts share", fix)
+        # Experts that are whole on each rank have edp alone: all but pp, on both sides of it.
+        strides, cuts = (
+            (dense, sorted({*dense.values(), devices * pp})) if apart else (dense | expert, _cuts(sizes, order))
+        )
         if cuts is None:
             why = "the dense and the expert view of the devices have no common refinement"
             raise _no_ep(sizes, order, why)
         if dp_replicate > 1:
             sizes, strides, cuts = _replicated(sizes, strides, cuts, dp_replicate)
         atoms = [MeshAxis(b // a, a) for a, b in pairwise(cuts)]
-        return cls(sizes, {a: tuple(t for t in atoms if s <= t.stride < s * sizes[a]) for a, s in strides.items()})
+        axes = {a: tuple(t for t in atoms if s <= t.stride < s * sizes[a]) for a, s in strides.items()}
+        return cls(sizes, axes | _whole_experts(axes) if apart else axes)
 
     def divided(self, axes: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of axes that hold the same parameters: those over which shards of them lie, and those that copy the shards.
@@ -163,8 +169,10 @@ def _replicated(
 ) -> tuple[dict[str, int], dict[str, int], list[int]]:
     """Sizes, strides and cuts with dp and edp divided: `parts` outer parts, each of the ranks that lie closest."""
 
+    copied = [a for a in _COPIED if a in strides]  # edp is told of what dp is where it lies on both sides of pp
+
     def cut(n: int) -> list[int] | None:
-        made = sorted({*cuts, *(strides[a] * sizes[a] // n for a in _COPIED)})
+        made = sorted({*cuts, *(strides[a] * sizes[a] // n for a in copied)})
         good = not any(sizes[a] % n for a in _COPIED) and not any(b % a for a, b in pairwise(made))
         return made if good else None
 
@@ -178,8 +186,21 @@ def _replicated(
     for axis in _COPIED:
         inner = sizes[axis] // parts
         sizes |= {f"{axis}_shard": inner, f"{axis}_replicate": parts}
-        strides |= {f"{axis}_shard": strides[axis], f"{axis}_replicate": strides[axis] * inner}
+        if axis in copied:
+            strides |= {f"{axis}_shard": strides[axis], f"{axis}_replicate": strides[axis] * inner}
     return sizes, strides, made
+
+
+def _whole_experts(axes: Mapping[str, tuple[MeshAxis, ...]]) -> dict[str, tuple[MeshAxis, ...]]:
+    """The experts' axes where each rank has all of them: edp is all others but pp, its copies are dp's."""
+
+    def joined(*names: str) -> tuple[MeshAxis, ...]:
+        return tuple(sorted((t for a in names for t in axes[a]), key=lambda t: t.stride))
+
+    out: dict[str, tuple[MeshAxis, ...]] = {"etp": (), "ep": (), "edp": joined("tp", "cp", "dp")}
+    if "dp_replicate" in axes:
+        out |= {"edp_shard": joined("tp", "cp", "dp_shard"), "edp_replicate": axes["dp_replicate"]}
+    return out
 
 
 def _no_ep(sizes: Mapping[str, int], order: Sequence[str], why: str) -> PiperError:

@@ -30,13 +30,15 @@ def test_every_crossing_trains_as_one_process_does(case: Case) -> None:
     assert far(*case.sets(), steps=STEPS) <= ROUNDING
 
 
-TIED = "model.tie_word_embeddings=true"
+TIED, BETWEEN = "model.tie_word_embeddings=true", "parallel.order=tp cp ep pp dp"
 MORE = {
     "ties": (*PAIRED, "parallel.zero=1", TIED),
     "ties, sharded": (*PAIRED, "parallel.zero=3", TIED, "parallel.prefetch=0"),
     "ties in one program, sharded": ("parallel.pp=1", "parallel.dp=2", "parallel.zero=3", TIED),
     "ties between copies": (*PAIRED, "parallel.zero=2", "schedule.name=dualpipe", TIED),
     "experts": (*PAIRED, "parallel.zero=3", "schedule.name=zb1p", "model.config=tiny-moe"),
+    "pp between": (*PAIRED, "parallel.tp=2", "parallel.zero=3", BETWEEN, "model.config=tiny-moe"),
+    "pp between copies": ("parallel.pp=2", "parallel.dp=4", "parallel.zero=3", "parallel.dp_replicate=2", BETWEEN),
     "reduced behind": (*PAIRED, "parallel.bucket_MiB=0.02", "parallel.overlap_grad_reduce=false"),
     "gathered on demand": (*PAIRED, "parallel.zero=3", "schedule.name=zbv", "costs.software=deepspeed"),
     "sizes that do not divide": ("parallel.pp=1", "parallel.dp=3", "parallel.zero=3", "model.vocab_size=131"),
