@@ -122,6 +122,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     except PiperError as error:
         raise damaged(file, error.message, error.allowed or WRITTEN) from error
     try:
+        raw.decode("utf-8")  # what is no text is told by Python, in its words of every version
         version = msgspec.json.decode(raw, type=dict[str, Any])["schema_version"]
         if version != VERSION:
             raise damaged(file, f"a checkpoint of version {version}", str(VERSION))
