@@ -80,8 +80,7 @@ class Mesh:
         expert = _strides([_TWIN.get(a, a) for a in order if a != "cp"], sizes)
         apart = dense["pp"] != expert["pp"]
         if apart and ep * etp > 1:
-            fix = f"'pp' first or last, or etp·ep = tp·cp = {tp * cp} behind which it stands"
-            raise job_error("parallel.order", "pp stands between the axes that experts share", fix)
+            raise job_error("parallel.order", "pp stands between the axes that experts share", "'pp' first or last")
         # Experts that are whole on each rank have edp alone: all but pp, on both sides of it.
         strides, cuts = (
             (dense, sorted({*dense.values(), devices * pp})) if apart else (dense | expert, _cuts(sizes, order))
