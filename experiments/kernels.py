@@ -30,7 +30,7 @@ from cost_models import (
 from cost_models.compute.optimizer import clip, grad_norm, update
 from cost_models.software import FrameworkCosts
 from experiments.published.rows import DATA, Line, ints, lines
-from ir.core.work import CAST, DType, Kernel, KernelKind, Message, MessageKind
+from ir.core.work import CAST, EXPERTS, DType, Kernel, KernelKind, Message, MessageKind
 from ir.workload import load_config
 from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
 from ir.workload.part import PartLayout
@@ -123,7 +123,7 @@ def experts(line: Line, hw: DeviceHardware) -> float:
     out, into = (2 * ffn, hidden) if name == "up" else (hidden, ffn)
     m, n, k = {"": (rows, out, into), "grad": (rows, into, out), "weight": (out, into, rows)}[of]
     moved = groups * (m * k + n * k + 2 * m * n)
-    label = f"experts.{name}"
+    label = f"{EXPERTS}{name}"
     product = Kernel(KernelKind.GROUPED_GEMM, 2 * groups * m * n * k, moved, DType.FP8, (groups, m, n, k), label)
     unmade = Kernel(KernelKind.MEMORY, 0, groups * rows * ffn * 5 * 2, DType.BF16)
     hw = structs.replace(hw.in_training(), fused_experts=True)

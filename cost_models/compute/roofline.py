@@ -20,6 +20,7 @@ from ir.core.order import FloatArray
 from ir.core.work import (
     CAST,
     DROPOUT,
+    EXPERTS,
     LOSS,
     SCAN,
     SCAN_BACK,
@@ -173,7 +174,7 @@ def main_share(kernel: Kernel, hw: DeviceHardware) -> float:
     main = hw.gemm.efficiency[kernel.dtype.value]
     if kernel.kind is KernelKind.GROUPED_GEMM:
         main *= hw.gemm.grouped_efficiency
-        if hw.fused_experts and kernel.dtype is DType.FP8 and kernel.label.startswith("experts."):
+        if hw.fused_experts and kernel.dtype is DType.FP8 and kernel.label.startswith(EXPERTS):
             main *= hw.gemm.experts_fused or 1.0
     if kernel.label.endswith(WEIGHT_GRAD) and hw.fp8_recipe == "blocks":
         main *= hw.gemm.weight_grad.get(kernel.dtype.value, 1.0)

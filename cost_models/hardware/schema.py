@@ -62,9 +62,9 @@ class GemmKernel(msgspec.Struct, frozen=True, kw_only=True):
     tiles: [rows, columns, relative efficiency] of the output tiles that the library chooses from.
     grouped_efficiency: a grouped GEMM's rate relative to a plain one of equal tiles. experts_fused: in MXFP8, the rate
     of kernels that make the experts' activation, too (`[costs] fused_experts`), over others'; null: there are none.
-    weight_grad: dtype -> rate of a
-    product that adds up a weight's gradient relative to another of equal tiles; 1 where not named. unaligned: rate of a
-    product some of whose tensors' rows do not begin at multiples of 16 bytes (an odd vocabulary), over that of others.
+    weight_grad: dtype -> rate of a product that adds up a weight's gradient relative to another of equal tiles; 1 where
+    not named. unaligned: rate of a product some of whose tensors' rows do not begin at multiples of 16 bytes (an odd
+    vocabulary), over that of others.
     workspace_MiB: what the library keeps for each stream that a framework calls it on. persistent: it launches a block
     for each SM, which takes tile after tile (see `FrameworkCosts.persistent`).
     """

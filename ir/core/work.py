@@ -53,6 +53,7 @@ CAST = ".fp8"  # ends the label of a kernel that takes a tensor into fp8, out of
 SORTS = ("permute", "unpermute", "unpermute_backward")  # labels of kernels that sort rows by expert, or back
 WEIGHTS_CAST = "weights.cast"  # label of the kernels that take weights into the format of products
 DROPOUT = ".dropout"  # ends the label of an attention kernel that draws dropout
+EXPERTS = "experts."  # begins the label of a kernel on rows of experts
 LOSS = "loss."  # begins the label of a kernel of the loss
 SCAN = "scan."  # begins the label of a recurrence's kernel
 SCAN_BACK = "scan.backward_"  # of one in backward

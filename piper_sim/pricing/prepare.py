@@ -25,6 +25,7 @@ from ir.lower import PassMerge
 from ir.plan.plan import OpKind
 from ir.schedules.registry import default_chunks, order_depends_on_times
 from ir.schedules.schedule import OpTimes
+from ir.workload.config.spec import ModelConfig
 from ir.workload.part import Chunk, ModelWork, PlacedPart
 from ir.workload.setting import KernelStyle
 from piper_sim.pricing.costs import CostModel
@@ -42,6 +43,8 @@ def hardware_of(job: Job) -> DeviceHardware:
         written, costs = load_software(software), job.costs
         if costs.portable_attention is not None:
             written = structs.replace(written, portable_attention=costs.portable_attention)
+        if "host_launch_us" in job.cluster.overrides:  # the job's own host goes before the framework's
+            written = structs.replace(written, launch_us=None)
         said = {"deterministic": costs.deterministic, "blocking": costs.blocking_launches}
         said |= {"fused_experts": costs.fused_experts}
         hardware = structs.replace(hardware.in_training(), software=written, **said)
@@ -53,7 +56,6 @@ def hardware_of(job: Job) -> DeviceHardware:
             own = isinstance(given, Mapping) and "all_to_all" in given
             sms = hardware.comm_sms if own else hardware.comm_sms | {"all_to_all": float(found.sms)}
             hardware = check_consistent(structs.replace(hardware, dispatcher=found, comm_sms=sms), "costs.dispatcher: ")
-        _check_fused(job, hardware)
         return hardware
     except PiperError as e:
         raise e.at(file=job.file) from None
@@ -71,7 +73,7 @@ def style_of(job: Job, hardware: DeviceHardware) -> KernelStyle:
     )
 
 
-def _check_fused(job: Job, hardware: DeviceHardware) -> None:
+def _check_fused(job: Job, hardware: DeviceHardware, config: ModelConfig) -> None:
     """Raises PiperError (job): experts' products fused with their activation where no kernel is known to be."""
     if not job.costs.fused_experts:
         return
@@ -82,10 +84,11 @@ def _check_fused(job: Job, hardware: DeviceHardware) -> None:
         f"{hardware.name}": hardware.gemm.experts_fused is not None,
         "experts one after the other (costs.grouped_gemm = false)": costs.grouped_gemm,
         "a module of one's own": not (m.graph or m.module),
+        "a model without experts": config.moe is not None,
     }
     if (no := next((what for what, does in able.items() if not does), None)) is not None:
-        message, allowed = f"no such kernels are known of {no}", "true on Blackwell, where products are in MXFP8"
-        raise job_error("costs.fused_experts", message, "leave costs.fused_experts out", allowed)
+        message, fix = f"no such kernels are known of {no}", "leave costs.fused_experts out"
+        raise job_error("costs.fused_experts", message, fix, "true on Blackwell, of experts in MXFP8", file=job.file)
 
 
 def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None = None) -> PreparedJob:
@@ -99,10 +102,7 @@ def prepare_priced(job: Job, hardware: DeviceHardware, most_layers: int | None =
         times = op_times(probe, hardware)
     made = prepare(job, hardware.gpus_per_node, times, weigh(job, hardware), most_layers, style_of(job, hardware))
     check_routing(job, made.config)
-    if job.costs.fused_experts and made.config.moe is None:
-        raise job_error(
-            "costs.fused_experts", "the model has no experts", "leave costs.fused_experts out", file=job.file
-        )
+    _check_fused(job, hardware, made.config)
     if hardware.software.gather_on_demand:
         made = replace(made, policy=replace(made.policy, gather_on_demand=True))
     if made.policy.merge is PassMerge.PROFILE:

@@ -1,7 +1,7 @@
 """Parts "router", "experts" and "add" of a mixture of experts, and the messages between them."""
 
 from ir.core.ops import Pass
-from ir.core.work import CAST, Kernel, Message, MessageKind, Work
+from ir.core.work import CAST, EXPERTS, Kernel, Message, MessageKind, Work
 from ir.workload.config.spec import ExpertConfig, LayerActivation
 from ir.workload.part import ExpertMessages, PartLayout, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
@@ -110,8 +110,8 @@ def experts(s: PartSetting) -> PartWork:
     groups, width, ups = moe.experts // s.layout.ep, moe.ffn // s.layout.etp, s.config.activation.ups
     received = s.stream * moe.top_k * s.layout.etp
     total = (rows := -(-received // groups)) * groups
-    up = LinearKernel("experts.gate_up_proj", rows, ups * width, h, groups)
-    down = LinearKernel("experts.down_proj", rows, h, width, groups)
+    up = LinearKernel(f"{EXPERTS}gate_up_proj", rows, ups * width, h, groups)
+    down = LinearKernel(f"{EXPERTS}down_proj", rows, h, width, groups)
     back = with_scales(s.stream * moe.top_k * h, s.precision.combine)
     arrives_fp8 = _narrow(s) and s.fp8
     moved = total * h * (s.precision.dispatch.bytes + (1 if arrives_fp8 else s.wide))
@@ -222,7 +222,7 @@ def _biases(s: PartSetting, label: str, elements: int) -> Work:
     """A row's bias is its expert's, times its weight: added behind the products of all, by a kernel that reads and
     writes; the activation adds its own. Backward reads the gradients of both for their sums by expert.
     """
-    return (k.memory(s, f"experts.{label}", elements * s.wide),) if s.config.form.expert_bias else ()
+    return (k.memory(s, f"{EXPERTS}{label}", elements * s.wide),) if s.config.form.expert_bias else ()
 
 
 def _weighed(s: PartSetting, elements: int) -> tuple[SavedBuffer, ...]:

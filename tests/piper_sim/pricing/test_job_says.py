@@ -90,6 +90,14 @@ def test_a_grace_launches_more_slowly_whoever_launches(software: str | None, us:
     assert 1.8 < steps["gb200-nvl72"] / steps["b200-sxm"] < 2.8
 
 
+def test_a_host_that_a_job_describes_goes_before_the_framework_s() -> None:
+    for software in (None, "transformers", "megatron-core"):
+        table = {"model": {"config": "tiny-llama"}, "costs": {"software": software}}
+        own = job_from({**table, "cluster": {"gpu": "h100-sxm", "host_launch_us": 17}})
+        assert 1e6 * HostCosts.of(hardware_of(own)).launch == pytest.approx(17)
+    assert 1e6 * HostCosts.of(hardware(software="megatron-core")).launch == pytest.approx(90)
+
+
 EXPERTS = {
     "model": {"config": "qwen3-30b-a3b", "seq_len": 4096, "num_hidden_layers": 2},
     "cluster": {"gpu": "gb300-nvl72", "nodes": 2},
@@ -131,9 +139,8 @@ def test_no_experts_are_fused_where_no_such_kernel_is_known(sets: tuple[str, ...
 
 def test_a_model_without_experts_fuses_none() -> None:
     table = {**EXPERTS, "model": {"config": "llama3-8b"}, "parallel": {}}
-    assert (
-        refusal(predict, job_from(table, ["costs.fused_experts=true"]), match="no experts").key == "costs.fused_experts"
-    )
+    job = job_from(table, ["costs.fused_experts=true"])
+    assert refusal(predict, job, match="without experts").key == "costs.fused_experts"
 
 
 def test_sms_that_a_job_gives_an_all_to_all_are_the_dispatcher_s() -> None:
