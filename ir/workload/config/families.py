@@ -149,8 +149,18 @@ def _granite_hybrid(v: ModelValues, row: Row) -> Row:
 
 def _latent(v: ModelValues) -> LatentAttention:
     """Ranks and head sizes of latent attention."""
-    nope, rope, values = (v.size(f"{x}_head_dim") for x in ("qk_nope", "qk_rope", "v"))
+    nope, rope = (v.size(f"{x}_head_dim") for x in ("qk_nope", "qk_rope"))
+    values = v.size_or("v_head_dim", v.size("hidden_size") // v.size("num_attention_heads"))  # MiniCPM3's, if null
     return LatentAttention(v.size_or("q_lora_rank", 0), v.size("kv_lora_rank"), nope, rope, values)
+
+
+def _dense_latent(v: ModelValues, row: Row) -> Row:
+    return {**row, "mla": (mla := _latent(v)), "head_dim": mla.qk_dim}
+
+
+def _scaled(v: ModelValues, row: Row) -> Row:
+    """AFMoE: embeddings are multiplied where a switch says so."""
+    return {**row, "multipliers": {"embedding": "root"}} if v.flag("mup_enabled") else row
 
 
 def _deepseek(v: ModelValues, row: Row) -> Row:
@@ -202,7 +212,8 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "nemotron_h": _hybrid,
     "granitemoehybrid": _granite_hybrid,
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _deepseek),
-    "youtu": lambda v, row: {**row, "mla": (mla := _latent(v)), "head_dim": mla.qk_dim},
+    **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
+    "afmoe": _scaled,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _indexed),
     "deepseek_v4": lambda v, row: {**row, "compressed": read_compressed(v)},
 }

@@ -125,6 +125,8 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             slides = [i >= v.size("max_window_layers") for i in range(n)]
         case "local":
             slides = [kind == "local" for kind in _pairs(v, n)]
+        case "listed":  # by layer_types alone
+            slides = [False] * n
         case "rotary":
             slides = [i not in _listed(v, n) for i in range(n)]
         case _:
@@ -174,6 +176,15 @@ def _listed(v: ModelValues, layers: int) -> frozenset[int]:
     return frozenset(i for i, rope in enumerate(given) if not rope)
 
 
+def _without_theta(v: ModelValues, layers: int) -> frozenset[int]:
+    """Layers whose own base of angles is 0 (`layer_rope_theta`)."""
+    given = v.get("layer_rope_theta") or ()
+    assert isinstance(given, (list, tuple))
+    if given and len(given) != layers:
+        v.refuse("layer_rope_theta", f"{len(given)} numbers for {layers} layers", allowed=f"{layers} of them")
+    return frozenset(i for i, theta in enumerate(given) if not theta)
+
+
 def _without_rope(v: ModelValues, row: Row, said: Mapping[str, Any], windows: tuple[int, ...]) -> frozenset[int]:
     full = frozenset(i for i, w in enumerate(windows) if not w)
     match row.get("nope"):
@@ -181,6 +192,8 @@ def _without_rope(v: ModelValues, row: Row, said: Mapping[str, Any], windows: tu
             return _listed(v, said["layers"])
         case "full":
             return full
+        case "thetas":
+            return _without_theta(v, said["layers"])
         case "windowed":  # the class knows whether its config has windows, not whether a layer of it has
             return full if v.get("sliding_window") else frozenset()
         case _:
@@ -204,7 +217,7 @@ def _experts(v: ModelValues, row: Row, layers: int) -> ExpertConfig:
     moe = ExpertConfig(**{**own, "shared_ffn": shared, "groups": groups if top else 0, "top_groups": top})
     if "n_group" in v.table:
         check_groups(v, moe, str(v.get("topk_method")) if row.get("by_method") else "noaux_tc")
-    dense = _dense(v, str(said["sparse"]), layers)
+    dense = _dense(v, str(said["sparse"]), layers, said.get("first", "first_k_dense_replace"))
     if layers - 1 in dense if said["sparse"] == "step" else MLP in (ahead(v) if said["sparse"] == "blocks" else ()):
         dense |= modules(v, layers)  # a module is as its pattern says, or as Megatron's last layer
     return replace(moe, dense_layers=dense, balance=balance_of(v))
@@ -217,12 +230,12 @@ def _mixer(v: ModelValues, row: Row, said: Mapping[str, Any]) -> LayerMixer | No
     return read_mixer(v, row["mixer"], {**own, "hidden": said["hidden"]}, said["layers"])
 
 
-def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
-    """Layers without experts."""
+def _dense(v: ModelValues, rule: str, layers: int, dense: str) -> frozenset[int]:
+    """Layers without experts. dense: the key of how many come first."""
     match rule:
         case "first":
             # transformers' classes leave moe_layer_freq out: all published models have 1. DeepSeek's own code has it.
-            first, every = v.size("first_k_dense_replace"), v.size_or("moe_layer_freq", 1)
+            first, every = v.size(dense), v.size_or("moe_layer_freq", 1)
             return frozenset(i for i in range(layers) if i < first or i % every)
         case "kinds":
             given = v.get("mlp_layer_types")
@@ -254,7 +267,7 @@ def _dense(v: ModelValues, rule: str, layers: int) -> frozenset[int]:
 
 def _rotated(v: ModelValues, row: Row, base: ModelConfig) -> ModelConfig:
     """With the rotary embedding, where there is one."""
-    if not base.rope or base.positions or base.form.embed_norm:
+    if not base.rope or base.positions:
         return replace(base, rope=False)
     if base.compressed:
         return base

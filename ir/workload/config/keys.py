@@ -43,6 +43,7 @@ class ModelKeyType(StrEnum):
     TEXT_OR_NULL = "a string or null", str | None
     TEXTS_OR_NULL = "a list of strings or null", list[str] | None
     COUNTS_OR_NULL = "a list of integers, 0 or more, or null", list[_Count] | None
+    WEIGHTS_OR_NULL = "a list of numbers, 0 or more, or null", list[Annotated[float, Meta(ge=0, lt=_MOST)]] | None
     RATIO_OR_NULL = "a number above 0 or null", _Ratio | None
     SIZES = "a positive integer, or a list of them", _Size | Annotated[list[_Size], Meta(min_length=1)]
     SIZE_OR_TEXT = "a positive integer or a string", _Size | str

@@ -25,6 +25,7 @@ TOKENS = 8
 TOWERS = ("t5", "mt5")  # whose decoder reads half as many tokens here as the encoder
 ENCODERS = ("bert", "roberta", "camembert", "xlm-roberta", "megatron-bert", "distilbert")
 # Types whose defaults transformers writes are of no model.
+CORRECTION = "mlp.expert_bias"  # of AFMoE's class a parameter, which no gradient reaches; of others' a buffer
 CONTRADICT = {"qwen3_moe": "one key with two values", "glm4_moe": "does not divide"}
 
 
@@ -144,7 +145,7 @@ def test_a_small_model_has_the_parameters_and_flops_of_transformers_own(model_ty
     raw = small(model_type)
     hub, whole, recurrent = counted(raw, TOKENS)
     config = config_from(raw, "small")
-    assert parameters(config) == sum(p.numel() for p in hub.parameters())
+    assert parameters(config) == sum(p.numel() for n, p in hub.named_parameters() if not n.endswith(CORRECTION))
     assert priced(config, TOKENS)[0] == whole - recurrent
     assert (config.mixer is not None) >= (recurrent > 0)
 
@@ -295,6 +296,13 @@ def test_layers_differ_where_their_keys_say_so():
     assert read("ernie4_5_moe").moe.dense_layers == {0} and read("qwen2_moe", mlp_only_layers=[3]).moe.dense_layers == {
         3
     }
+    trinity = read("afmoe", num_dense_layers=2)
+    assert [(trinity.at(i).rope, trinity.at(i).window) for i in (2, 3)] == [(True, 1024), (False, 0)]
+    assert trinity.moe.dense_layers == {0, 1} and read("afmoe", mup_enabled=True).form.multiplied("embedding")
+    swash = read("granite_swa", layer_rope_theta=[0, *[1e4] * 23])
+    assert [(swash.at(i).rope, swash.at(i).window) for i in (0, 1, 4)] == [(False, 0), (True, 128), (True, 0)]
+    assert refusal(read, "granite_swa", layer_rope_theta=[0]).key == "model.layer_rope_theta"
+    assert read("minicpm3", v_head_dim=None).mla.v_dim == 64
     assert refusal(read, "opt", do_layer_norm_before=False).key == "model.do_layer_norm_before"
     assert set(FORMS) < set(TYPES)
 

@@ -232,7 +232,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "no_rope_layer_interval": {"no_rope_layers": None},
     "multi_query": {"new_decoder_architecture": False},
     "parallel_attn": {"new_decoder_architecture": False},
-    "sliding_window_pattern": {"layer_types": None},
+    **{k: {"layer_types": None} for k in ("sliding_window_pattern", "global_attn_every_n_layers")},
     "layers_block_type": {"hybrid_override_pattern": None},
     "attention_types": {"attention_layers": None},
     **{f"mtp_{k}": {"num_nextn_predict_layers": 1} for k in ("hybrid_override_pattern", "layers_block_type")},
