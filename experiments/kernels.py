@@ -42,6 +42,7 @@ GPUS = {
     "a100": "a100-sxm-80gb",
     "h100": "h100-sxm",
     "h200": "h200-sxm",
+    "h20": "h20-sxm",
     "b200": "b200-sxm",
     "gb200": "gb200-nvl72",
     "gb200_graphs": "gb200-nvl72",

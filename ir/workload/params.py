@@ -103,19 +103,23 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
     c, m = config, config.mixer
     assert m is not None
     at = f"{prefix}{c.names.mixer}."
-    keys, delta = m.groups * m.state, m.kind is LayerMixerKind.DELTA
+    keys, delta = m.groups * m.state, m.kind.is_delta
     sizes, conv = (m.inner, m.inner, keys, keys, m.heads), (m.inner, keys, keys)
     params = norm(c, prefix + c.names.attn_norm, c.hidden)
-    if delta:
+    if m.kind is LayerMixerKind.KIMI:
+        params += linear(c, f"{at}in_proj_qkvb", sum(sizes[1:]), c.hidden, column=True, bias=False, blocks=sizes[1:])
+        for gate in ("f", "g"):
+            params += (whole(f"{at}{gate}_a_proj.weight", m.rank, c.hidden),)
+            params += linear(c, f"{at}{gate}_b_proj", m.inner, m.rank, column=True, bias=False)
+    elif delta:
         params += linear(c, f"{at}in_proj_qkvz", sum(sizes[:4]), c.hidden, column=True, bias=False, blocks=sizes[:4])
         params += linear(c, f"{at}in_proj_ba", 2 * m.heads, c.hidden, column=True, bias=False, blocks=(m.heads,) * 2)
     else:
         params += linear(c, f"{at}in_proj", m.projected, c.hidden, column=True, bias=m.proj_bias, blocks=sizes)
     params += (cut(f"{at}conv1d.weight", 0, m.channels, 1, m.conv, blocks=conv),)
     params += (cut(f"{at}conv1d.bias", 0, m.channels, blocks=conv),) if m.conv_bias else ()
-    params += tuple(
-        cut(f"{at}{name}", 0, m.heads) for name in (("dt_bias", "A_log") if delta else ("dt_bias", "A_log", "D"))
-    )
+    decays = {"dt_bias": m.inner if m.kind is LayerMixerKind.KIMI else m.heads, "A_log": m.heads}
+    params += tuple(cut(f"{at}{name}", 0, n) for name, n in (decays if delta else {**decays, "D": m.heads}).items())
     weight = f"{at}norm.weight"
     params += (Param(weight, (m.head_dim,), by_heads=True) if delta else cut(weight, 0, m.inner),)
     return params + linear(c, f"{at}out_proj", c.hidden, m.inner, column=False, bias=m.proj_bias)

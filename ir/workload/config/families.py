@@ -20,6 +20,9 @@ Row = Mapping[str, Any]
 STORED = ("fp8", "mxfp4")
 
 
+_CONV = "linear_conv_kernel_dim"
+
+
 def worked(v: ModelValues) -> Row:
     """A type's row. Raises PiperError (model): keys that do not go together."""
     kind = str(v.get("model_type"))
@@ -158,6 +161,14 @@ def _dense_latent(v: ModelValues, row: Row) -> Row:
     return {**row, "mla": (mla := _latent(v)), "head_dim": mla.qk_dim}
 
 
+def _kimi(v: ModelValues, row: Row) -> Row:
+    """Kimi Linear: sizes of its recurrence stand in a table, or beside it."""
+    said = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "short_conv_kernel_size": _CONV}
+    heads, dim, conv = (v.size_or(f"linear_attn_config.{a}", v.size(b)) for a, b in said.items())
+    mixer = {**row["mixer"], "heads": heads, "groups": heads, "head_dim": dim, "state": dim, "conv": conv}
+    return {**_dense_latent(v, row), "mixer": mixer}
+
+
 def _scaled(v: ModelValues, row: Row) -> Row:
     """AFMoE: embeddings are multiplied where a switch says so."""
     return {**row, "multipliers": {"embedding": "root"}} if v.flag("mup_enabled") else row
@@ -214,6 +225,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _deepseek),
     **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
     "afmoe": _scaled,
+    "kimi_linear": _kimi,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _indexed),
     "deepseek_v4": lambda v, row: {**row, "compressed": read_compressed(v)},
 }

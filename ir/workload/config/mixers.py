@@ -17,6 +17,7 @@ _FIELDS = {f.name for f in fields(LayerMixer)}
 _DEFAULT = (RECURRENT, EXPERTS, FULL, MLP)  # of transformers' NemotronHConfig
 _PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern")
 _AHEAD = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+NUMBERED = ("linear_attn_config.full_attn_layers", "linear_attn_config.kda_layers")
 _LIKE = 'mtp_hybrid_override_pattern = "*E"'
 
 
@@ -152,5 +153,20 @@ def _kinds(v: ModelValues, by: str, layers: int) -> Sequence[str]:
         full = v.get("attn_layer_indices") or ()
         assert isinstance(full, (list, tuple))
         return [FULL if i in full else RECURRENT for i in range(layers)]
+    if by == "numbered":
+        return _numbered(v, layers)
     every = v.size_or("full_attention_interval", layers + 1)
     return [RECURRENT if (i + 1) % every else FULL for i in range(layers)]
+
+
+def _numbered(v: ModelValues, layers: int) -> Sequence[str]:
+    """Kimi's: two lists that count layers from 1; without them every fourth layer but the first attends."""
+    full, recurrent = (v.get(key) for key in NUMBERED)
+    if full is None or recurrent is None:
+        return [FULL if i and i % 4 == 0 else RECURRENT for i in range(layers)]
+    assert isinstance(full, (list, tuple)) and isinstance(recurrent, (list, tuple))
+    if sorted((*full, *recurrent)) != list(range(1, layers + 1)):
+        v.refuse(
+            NUMBERED[1], "the two lists do not hold each layer once", allowed=f"1 to {layers}, each in one of them"
+        )
+    return [FULL if i + 1 in full else RECURRENT for i in range(layers)]

@@ -7,10 +7,18 @@ from enum import StrEnum
 
 
 class LayerMixerKind(StrEnum):
-    """Recurrences over a sequence: Mamba-2's state space (arXiv:2405.21060), the gated delta rule (2412.06464)."""
+    """Recurrences over a sequence: Mamba-2's state space (arXiv:2405.21060), the gated delta rule (2412.06464), and it
+    with a decay for each feature of a key (Kimi delta attention, 2510.26692).
+    """
 
     MAMBA = "mamba"
     DELTA = "delta"
+    KIMI = "kimi"
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether what a key stands for is written over, not only added to."""
+        return self is not LayerMixerKind.MAMBA
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +56,33 @@ class LayerMixer:
 
     @property
     def rates(self) -> int:
-        """Numbers per head and token beside them: a step size, and where the delta rule writes, how much of it."""
-        return 1 if self.kind is LayerMixerKind.MAMBA else 2
+        """Numbers per head and token beside them: a step size, and where the delta rule writes, how much of it. Kimi's
+        has a decay for each feature, which is no rate of a head.
+        """
+        return 2 if self.kind is LayerMixerKind.DELTA else 1
+
+    @property
+    def gates(self) -> int:
+        """Numbers for each feature of the output: its gate, and Kimi's decays."""
+        return (2 if self.kind is LayerMixerKind.KIMI else 1) * self.inner
+
+    @property
+    def rank(self) -> int:
+        """Features that each of Kimi's two gates comes through (as many as a head has, in flash-linear-attention's
+        KimiDeltaAttention); 0: gates come with the rest.
+        """
+        return self.head_dim if self.kind is LayerMixerKind.KIMI else 0
 
     @property
     def projected(self) -> int:
-        """Outputs of the projections in: channels, a gate for each feature of the output, the rates."""
-        return self.channels + self.inner + self.rates * self.heads
+        """Outputs of the projections in: channels, gates, the rates."""
+        return self.channels + self.gates + self.rates * self.heads
+
+    def weights(self, hidden: int) -> int:
+        """Elements of its projections' weights, in and out."""
+        if not self.rank:
+            return hidden * (self.projected + self.inner)
+        return hidden * (self.projected - self.gates + self.inner + 2 * self.rank) + self.rank * self.gates
 
     @property
     def anywhere(self) -> LayerMixer:

@@ -6,7 +6,7 @@ all-to-all to a share of the heads, and go back by another, as Megatron-LM's mix
 
 from ir.core.ops import Pass
 from ir.core.work import Kernel, Message, MessageKind
-from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
+from ir.workload.config.recurrence import LayerMixer
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
@@ -20,7 +20,7 @@ def mixer(s: PartSetting) -> PartWork:
     """Work of the part, for either kind of recurrence."""
     m, core, h = _mixer(s), LayerRecurrence.of(s), s.config.hidden
     ins, out = _linears(s, m)
-    inner, widest = core.rows * core.inner, sum(x.out for x in ins)
+    inner, widest = core.rows * core.inner, m.projected // s.layout.tp
     inside = PartWork(
         forward=(
             *k.forward(s, *ins),
@@ -44,21 +44,26 @@ def mixer(s: PartSetting) -> PartWork:
         out_bytes=s.stream * h * s.wide,
         saved=(*_saved(s, core, widest), *core.saved(s)),
         stash_bytes=k.stash(s, *ins, out),
-        inline=(*enter(s, h), *_across(s, widest, m)),
+        inline=(*enter(s, h), *(enter(s, 2 * m.rank) if m.rank else ()), *_across(s, widest, m)),
         forward_workspace=max(s.tokens * h * s.wide, core.rows * core.channels * s.wide + core.workspace(s)),
-        model_flops=2 * s.shape.tokens * h * (m.projected + m.inner) + model_flops(s),
+        model_flops=2 * s.shape.tokens * m.weights(h) + model_flops(s),
     )
     grads = (s.tokens * widest + core.rows * core.channels + inner) * s.wide + core.workspace(s)
     return branch(s, "input_norm", inside, grads, reads=h, linears=len(ins))
 
 
 def _linears(s: PartSetting, m: LayerMixer) -> tuple[tuple[LinearKernel, ...], LinearKernel]:
-    """The projections in, and the one out. The delta rule's rates have one of their own."""
-    tp, h, delta = s.layout.tp, s.config.hidden, m.kind is LayerMixerKind.DELTA
-    rates = m.rates * m.heads if delta else 0
-    main = LinearKernel("in_proj", s.tokens, (m.projected - rates) // tp, h)
-    more = (LinearKernel("rates_proj", s.tokens, rates // tp, h),) if delta else ()
-    return (main, *more), LinearKernel("out_proj", s.tokens, h, m.inner // tp)
+    """The projections in, and the one out. The delta rule's rates have one of their own, and so have Kimi's gates: down
+    to a few features on the residual stream's tokens, uncut, and up again.
+    """
+    tp, h = s.layout.tp, s.config.hidden
+    rates = m.rates * m.heads if m.kind.is_delta else 0
+    gates = m.gates if m.rank else 0
+    main = LinearKernel("in_proj", s.tokens, (m.projected - rates - gates) // tp, h)
+    more = (LinearKernel("rates_proj", s.tokens, rates // tp, h),) if rates else ()
+    down = (LinearKernel("gates_down", s.stream, 2 * m.rank, h),) if gates else ()
+    up = tuple(LinearKernel(f"{x}_up", s.tokens, m.inner // tp, m.rank) for x in ("decays", "gate")) if gates else ()
+    return (main, *more, *down, *up), LinearKernel("out_proj", s.tokens, h, m.inner // tp)
 
 
 def _saved(s: PartSetting, core: LayerRecurrence, widest: int) -> tuple[SavedBuffer, ...]:
@@ -69,11 +74,17 @@ def _saved(s: PartSetting, core: LayerRecurrence, widest: int) -> tuple[SavedBuf
     gated = () if core.delta else (SavedBuffer("gated", n * s.wide, Pass.I),)
     return (
         SavedBuffer("projected", s.tokens * widest * s.wide, Pass.I),
+        *_narrow(s),
         SavedBuffer("recurred", n * s.wide, Pass.I),
         *gated,
         SavedBuffer("mixer_norm_stats", 4 * core.rows * (core.heads if core.delta else core.groups), Pass.I),
         SavedBuffer("context", s.cached(n)),
     )
+
+
+def _narrow(s: PartSetting) -> tuple[SavedBuffer, ...]:
+    """What Kimi's gates come through, as the input of their way up."""
+    return (SavedBuffer("gates", s.stream * 2 * rank * s.wide),) if (rank := _mixer(s).rank) else ()
 
 
 def _across(s: PartSetting, features: int, m: LayerMixer) -> tuple[PartCollective, ...]:

@@ -1,8 +1,9 @@
-"""The recurrences themselves, in chunks of tokens: Mamba-2's scan, and the gated delta rule, as published kernels do.
+"""The recurrences themselves, in chunks of tokens: Mamba-2's scan, and the gated delta rule's two forms, as published
+kernels do.
 
 Within a chunk every token meets every other, as in attention; between chunks a state per head passes. Forward stores
 the states of all chunks for its own last step only: backward makes them again (state-spaces/mamba's
-`mamba_split_conv1d_scan_combined`, flash-linear-attention's `chunk_gated_delta_rule`).
+`mamba_split_conv1d_scan_combined`, flash-linear-attention's `chunk_gated_delta_rule` and `chunk_kda`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ from ir.workload.parts.kernels import copies, memory
 from ir.workload.setting import PartSetting
 
 _WIDE = 4  # states and sums are fp32
+# Bytes per feature of a key that `chunk_kda` moves more than `chunk_gated_delta_rule` (flash-linear-attention 0.5,
+# fla/ops/kda). Forward: sums of decays, from 16 bits to 32 (6); scores, in two kernels, which read them (8), queries
+# and keys once more (4); what is written, which reads them and keeps weighed keys (6); outputs, which read them (4).
+# Backward: what is written, and weighed queries, again (10); gradients of all, which read decays and write theirs (8);
+# scores', which read and write three gradients in 32 bits, and read decays, queries and keys (32); sums back (8), and
+# through the gate (8).
+_DECAYS, _DECAYS_BACK = 28, 66
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecurrence:
-    """The recurrence of one device: whole sequences (`rows` tokens), its share of the heads and of their groups."""
+    """The recurrence of one device: whole sequences (`rows` tokens), its share of the heads and of their groups. faded:
+    each feature of a key has a decay of its own (Kimi's).
+    """
 
     delta: bool
+    faded: bool
     sequences: int
     rows: int
     heads: int
@@ -39,8 +50,10 @@ class LayerRecurrence:
         by = s.layout.tp * s.layout.cp
         chunk = min(m.chunk, s.shape.seq_len)
         heads, groups = m.heads // by, -(-m.groups // by)
-        delta = m.kind is LayerMixerKind.DELTA
-        return cls(delta, s.shape.microbatch_size, s.shape.tokens, heads, groups, m.head_dim, m.state, chunk)
+        faded = m.kind is LayerMixerKind.KIMI
+        return cls(
+            m.kind.is_delta, faded, s.shape.microbatch_size, s.shape.tokens, heads, groups, m.head_dim, m.state, chunk
+        )
 
     @property
     def inner(self) -> int:
@@ -66,7 +79,8 @@ class LayerRecurrence:
         """Convolved values, keys and queries to the output, not yet gated."""
         if self.delta:
             out = self._within(s, "scan.output", self.heads, self.v + self.k, self.k + self.v, self.states * s.wide)
-            return (*self._normed(s, 1), *self._rule(s), *self._passed(s, 2), self._between(s, "scan.read", 1), out)
+            read = self._between(s, "scan.read", 1)
+            return (*self._normed(s, 1), *self._decays(s, _DECAYS), *self._rule(s), *self._passed(s, 2), read, out)
         out = self._within(s, "scan.output", self.heads, self.v, self.v, 0)
         return (*self._chunks(s), self._between(s, "scan.read", 1), out)
 
@@ -76,8 +90,8 @@ class LayerRecurrence:
             again = (*self._rule(s, inverse=False), *self._passed(s, 2))
             # Scores' and inverse's gradients, then values', keys' and queries': twice the products of forward.
             inner = self._within(s, "scan.within", self.heads, 3 * (self.v + self.k), 4 * (self.k + self.v), 0)
-            passed = self._passed(s, 4)
-            return _behind((*again, *passed, self._between(s, "scan.read", 2), inner, *self._normed(s, 2)))
+            rest = (*self._passed(s, 4), self._between(s, "scan.read", 2), inner)
+            return _behind((*again, *rest, *self._decays(s, _DECAYS_BACK), *self._normed(s, 2)))
         outer = self._within(s, "scan.within", self.heads, 3 * self.v, 4 * self.v, 0)
         scores = self._within(s, "scan.scores", self.groups, 2 * self.k, 4 * self.k, 0)
         return _behind((*self._chunks(s), *self._passed(s, 1), self._between(s, "scan.read", 4), outer, scores))
@@ -88,7 +102,7 @@ class LayerRecurrence:
         """
         if not self.delta:
             return ()
-        inverse = SavedBuffer("inverse", self.heads * self.within * s.wide)
+        inverse = SavedBuffer("inverse", (2 if self.faded else 1) * self.heads * self.within * s.wide)  # scores, too
         return (SavedBuffer("convolved", self.rows * self.channels * s.wide), inverse)
 
     def workspace(self, s: PartSetting) -> int:
@@ -96,7 +110,8 @@ class LayerRecurrence:
         scores = (
             self.heads * (self.k + self.v) * self.rows * s.wide if self.delta else self.groups * self.within * _WIDE
         )
-        return self.states * (s.wide if self.delta else _WIDE) + scores
+        decays = self.rows * self.heads * self.k * (_WIDE + s.wide) if self.faded else 0  # and keys that they weigh
+        return self.states * (s.wide if self.delta else _WIDE) + scores + decays
 
     def _chunks(self, s: PartSetting) -> Work:
         """Mamba's first steps: each chunk's own state, states passed from chunk to chunk, scores inside chunks."""
@@ -110,6 +125,10 @@ class LayerRecurrence:
         solved = (products, memory(s, "scan.inverse", made))
         written = self._within(s, "scan.written", self.heads, self.k + self.v, 2 * (self.k + self.v), 0)
         return (*(solved if inverse else ()), written)
+
+    def _decays(self, s: PartSetting, bytes_each: int) -> Work:
+        """What a decay for each feature adds to the rule's traffic."""
+        return (memory(s, "scan.decays", self.rows * self.heads * self.k * bytes_each),) if self.faded else ()
 
     def _normed(self, s: PartSetting, times: int) -> Work:
         """The lengths of keys and queries, taken out."""

@@ -91,6 +91,17 @@ def test_both_passes_of_the_gated_delta_rule(gpu, most, of):
     assert median(found) < most and max(found) < (0.45 if gpu in ("h200", "gb200_graphs") else 0.12)
 
 
+@pytest.mark.parametrize("gpu, most", [("gb200", 0.07), ("gb300", 0.07), ("h20", 0.04)])
+def test_a_decay_for_each_feature_was_not_fitted(gpu, most):
+    """Kimi delta attention by the bytes that its kernels move beside the gated delta rule's."""
+    for of in ("kimi forward", "kimi backward")[: 1 if gpu == "h20" else 2]:
+        assert median(sizes(FOUND, "recurrence", gpu, of)) < most and max(sizes(FOUND, "recurrence", gpu, of)) < 0.27
+    # Negative control: one decay for each head.
+    rows = [x for x in lines(DATA / "kernels" / "recurrence.csv") if (x["gpu"], x["kind"]) == (gpu, "kimi")]
+    hw = load_hardware(GPUS[gpu])
+    assert median(recurrence({**x, "kind": "delta"}, hw) / seconds(x, "recurrence") - 1 for x in rows) < -0.15
+
+
 def test_mamba_s_scan_was_not_fitted():
     assert sizes(FOUND, "recurrence", "b200", "mamba forward")[0] < 0.11
     assert sizes(FOUND, "recurrence", "b200", "mamba backward")[0] < 0.02
@@ -105,7 +116,7 @@ def test_recurrences_reach_neither_the_rates_of_products_nor_all_at_once():
     ):
         known = structs.asdict(load_hardware("gb200-nvl72").recurrence)
         hw = load_hardware("gb200-nvl72", {"recurrence": {**known, **over}})
-        few = [x for x in rows if x["pass"] == of and int(x["heads"]) == heads]
+        few = [x for x in rows if (x["kind"], x["pass"], int(x["heads"])) == ("delta", of, heads)]
         assert median(recurrence(x, hw) / seconds(x, "recurrence") - 1 for x in few) < most
 
 

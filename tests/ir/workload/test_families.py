@@ -125,7 +125,7 @@ def counted(raw, tokens):
         with counter:
             hub(ids, **more)
     each = {name.partition(".")[2]: sum(found.values()) for name, found in counter.get_flop_counts().items()}
-    mixers = [name for name, module in hub.named_modules() if hasattr(module, "A_log")]
+    mixers = [name for name, module in hub.named_modules() if hasattr(module, "conv1d")]
     inside = sum(n for name, n in each.items() if name.rpartition(".")[0] in mixers)
     return hub, counter.get_total_flops(), sum(each[name] for name in mixers) - inside
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from ir.core.ops import Pass
 from ir.core.work import MessageKind
 from ir.job.build import prepare
 from ir.job.load import job_from
@@ -14,7 +15,7 @@ from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
 from ir.workload.work import part_work
-from tests.ir.workload.models import refused, small
+from tests.ir.workload.models import FAMILIES, refused, small
 from tests.ir.workload.test_families import TOKENS, counted, parameters, priced
 from tests.refusals import refusal
 
@@ -62,6 +63,39 @@ def test_devices_share_a_recurrence_evenly(name: str, axis: str) -> None:
     shared = {b.name: b.bytes for b in cut.saved}
     assert all(kept[n] == 4 * shared[n] for n in ("projected", "recurred", "context"))
     assert whole.model_flops == cut.model_flops
+
+
+KIMI = config_from(FAMILIES["kimi_linear"]["config"], "x")
+
+
+def test_kimis_gates_come_through_a_few_features_that_every_device_has() -> None:
+    def found(**layout: Any) -> tuple[dict[str, tuple[int, ...]], list[int]]:
+        chunk = model_chunks(KIMI)[1]
+        assert [p.name for p in chunk.parts] == ["mixer", "mlp"]
+        setting = (PartLayout(**layout), MicrobatchShape(1, 4096), ModelPrecision())
+        work = part_work(KIMI, chunk, chunk.parts[0], *setting)
+        sent = [c.message.bytes for c in work.inline if c.when is Pass.F]
+        return {k.label: k.shape for k in work.forward if k.label.endswith(("_down", "_up"))}, sent
+
+    h, inner = KIMI.hidden, 32 * 128
+    assert found()[0] == {"gates_down": (4096, 256, h), "decays_up": (4096, inner, 128), "gate_up": (4096, inner, 128)}
+    cut, sent = found(tp=4, sequence_parallel=True)
+    assert cut == {"gates_down": (1024, 256, h), "decays_up": (4096, 1024, 128), "gate_up": (4096, 1024, 128)}
+    assert sent[:2] == [4096 * h * 2, 4096 * 256 * 2], "the stream, and what the gates come through"
+
+
+def test_kimis_layers_are_counted_from_one() -> None:
+    def read(**table: object) -> ModelConfig:
+        raw = dict(FAMILIES["kimi_linear"]["config"], layer_types=None, num_hidden_layers=4, mlp_layer_types=None)
+        return config_from({**raw, "linear_attn_config": {"num_heads": 16, "head_dim": 64, **table}}, "here.json")
+
+    lists = read(full_attn_layers=[2, 4], kda_layers=[1, 3])
+    assert [lists.is_recurrent(i) for i in range(4)] == [True, False, True, False]
+    assert lists.mixer is not None and (lists.mixer.heads, lists.mixer.state, lists.mixer.conv) == (16, 64, 4)
+    assert [read().is_recurrent(i) for i in range(4)] == [True] * 4, "the first layer never attends"
+    for full in ([2], [2, 4, 4], [0, 2, 4], [2, 5]):
+        e = refusal(read, full_attn_layers=full, kda_layers=[1, 3])
+        assert e.key == "linear_attn_config.kda_layers" and "1 to 4" in str(e.allowed)
 
 
 def test_a_group_that_heads_of_two_devices_share_is_on_both() -> None:

@@ -184,7 +184,7 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_nearest() -> None:
     assert "leave it out" in str(e.suggestion) and "query_pre_attn_scalar" in e.message
 
 
-@pytest.mark.parametrize("other", ["gpt3", "kimi_k2", "kimi_linear", "bart", "mamba", "llama5"])
+@pytest.mark.parametrize("other", ["gpt3", "kimi_k2", "minimax", "bart", "mamba", "llama5"])
 def test_another_architecture_is_no_typing_error(other: str) -> None:
     e = refused({**LLAMA, "model_type": other})
     assert e.suggestion is None and "llama" in str(e.allowed)
@@ -234,6 +234,9 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "parallel_attn": {"new_decoder_architecture": False},
     **{k: {"layer_types": None} for k in ("sliding_window_pattern", "global_attn_every_n_layers")},
     "layers_block_type": {"hybrid_override_pattern": None},
+    "first_k_dense_replace": {"mlp_layer_types": None},
+    "linear_attn_config.full_attn_layers": {"layer_types": None, "linear_attn_config.kda_layers": []},
+    "linear_attn_config.kda_layers": {"layer_types": None, "linear_attn_config.full_attn_layers": []},
     "attention_types": {"attention_layers": None},
     **{f"mtp_{k}": {"num_nextn_predict_layers": 1} for k in ("hybrid_override_pattern", "layers_block_type")},
     **{k: {"position_embedding_type": "rope"} for k in ("rope_theta", "rope_parameters", "rope_scaling")},

@@ -112,11 +112,11 @@ def absorbed(s: PartSetting, core: AttentionCore) -> AttentionProjection:
 
 
 def _rope(s: PartSetting, core: AttentionCore) -> Work:
-    """Rope on the queries' last features, and the keys put together from their two pieces."""
+    """Rope on the queries' last features (but Kimi Linear's), and the keys put together from their two pieces."""
     mla = s.config.mla
     assert mla is not None
-    rope = k.copies(s, "rope", s.tokens * (core.heads + 1) * mla.rope_dim)
-    return (rope, k.copies(s, "join_keys", s.tokens * core.heads * mla.qk_dim))
+    rope = (k.copies(s, "rope", s.tokens * (core.heads + 1) * mla.rope_dim),) if s.config.rope else ()
+    return (*rope, k.copies(s, "join_keys", s.tokens * core.heads * mla.qk_dim))
 
 
 def _projections(s: PartSetting) -> int:
