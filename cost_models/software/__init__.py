@@ -43,6 +43,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     library_MiB: what libraries keep allocated, but for workspaces of matrix products: the hardware file's, for each of
     workspace_streams: so many always, more where there are grouped experts, more where messages of tp run under
     products. tied_apart: a tied weight's optimizer shards lie within each stage's replicas, not on both stages'; in
+    memory alone. sent_freed: what a pipeline stage has sent it gives up, and not only where its gradient is back; in
     memory alone. tp_overlap: what a job's `[costs] tp_overlap` is where it says nothing. async_tp: where that is off, a
     column-parallel linear's messages of backward run beside its products: its input's gradient beside the weights', its
     input, gathered again, beside the input's. cp_ring: keys and values of context parallelism go around a ring beside
@@ -72,6 +73,7 @@ class FrameworkCosts(msgspec.Struct, frozen=True, kw_only=True):
     library_MiB: NonNegative = 0.0
     workspace_streams: tuple[Streams, Streams, Streams] = (0, 0, 0)
     tied_apart: bool = False
+    sent_freed: bool = False
     gather_on_demand: bool = False
     zero3_network: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 1.0
     copies: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

@@ -15,6 +15,7 @@ from ir.plan.plan import Plan
 from ir.workload.config.spec import ModelConfig
 from piper_sim.folding import RankClasses
 from piper_sim.memory.reserved import ReservedMemory, reserved
+from piper_sim.memory.sent import given_up
 from piper_sim.memory.timeline import Memory, gradients_made, memory, state
 from piper_sim.pricing.costs import CostModel
 from piper_sim.pricing.routing import ExpertRouting, routing_of
@@ -51,6 +52,7 @@ class PlannedJob:
         routing = routing_of(prepared, plan.graph, hardware)
         classes = classes_of(model, plan, routing)
         sized, workspace = worst(plan, routing, classes)
+        sized = given_up(sized) if hardware.software.sent_freed else sized
         grouped = prepared.config.moe is not None and prepared.job.costs.grouped_gemm
         library = hardware.library_bytes(grouped, model.tp_overlap and prepared.mesh.sizes["tp"] > 1)
         held, made = state(plan, model.recipe), gradients_made(plan, model.recipe)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 from statistics import median
 
-import numpy as np
 import pytest
 
 from experiments.published.controls import CONTROLS
@@ -181,7 +180,8 @@ def test_a_host_that_waits_at_each_transfer_adds_its_turn_to_every_pass():
     assert max(host) == pytest.approx(8 * turn, rel=1e-3)  # four microbatches, forward and backward
     free = predict(job({}))
     assert p.iteration_s - free.iteration_s > 7 * turn
-    assert np.array_equal(p.planned.memory.peak, free.planned.memory.peak)
+    sent = 4096 * p.planned.prepared.config.hidden * 2  # the first stage gives up what it has sent; a plan waits
+    assert (free.planned.memory.peak - p.planned.memory.peak).tolist() == [sent, 0]
 
 
 GOLDENS = {  # what Megatron does -> how a row that has it begins, and what its job says otherwise in the control
