@@ -319,6 +319,8 @@ def unseen(line: Line, job: Table) -> Facts:
     for section, keys in told["stacks"][line["stack"]].items():
         job[section] = {**job.get(section, {}), **keys}
     _overlap_experts(line, job)
+    if line.get("tp_overlap") == "1":
+        job["costs"]["tp_overlap"] = True
     if line.get("overlap_grad_reduce") == "0":
         job["parallel"]["overlap_grad_reduce"] = False
     if counts := line.get("layers_per_stage"):
