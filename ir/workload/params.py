@@ -3,7 +3,6 @@
 from math import prod
 
 from ir.workload.config.compressed import CompressedAttention, CompressedAttentionKeys
-from ir.workload.config.recurrence import LayerMixerKind
 from ir.workload.config.spec import AttentionNormKind, LayerNormPlace, ModelConfig, NormLayerKind
 from ir.workload.part import Param, PartLayout
 
@@ -106,11 +105,11 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
     keys, delta = m.groups * m.state, m.kind.is_delta
     sizes, conv = (m.inner, m.inner, keys, keys, m.heads), (m.inner, keys, keys)
     params = norm(c, prefix + c.names.attn_norm, c.hidden)
-    if m.kind is LayerMixerKind.KIMI:
+    if m.kind.is_faded:
         params += linear(c, f"{at}in_proj_qkvb", sum(sizes[1:]), c.hidden, column=True, bias=False, blocks=sizes[1:])
         for gate in ("f", "g"):
-            params += (whole(f"{at}{gate}_a_proj.weight", m.rank, c.hidden),)
-            params += linear(c, f"{at}{gate}_b_proj", m.inner, m.rank, column=True, bias=False)
+            params += (whole(f"{at}{gate}_a_proj.weight", m.rank, c.hidden),) if m.rank else ()
+            params += linear(c, f"{at}{gate}_proj", m.inner, m.rank or c.hidden, column=True, bias=False)
     elif delta:
         params += linear(c, f"{at}in_proj_qkvz", sum(sizes[:4]), c.hidden, column=True, bias=False, blocks=sizes[:4])
         params += linear(c, f"{at}in_proj_ba", 2 * m.heads, c.hidden, column=True, bias=False, blocks=(m.heads,) * 2)
@@ -118,7 +117,7 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
         params += linear(c, f"{at}in_proj", m.projected, c.hidden, column=True, bias=m.proj_bias, blocks=sizes)
     params += (cut(f"{at}conv1d.weight", 0, m.channels, 1, m.conv, blocks=conv),)
     params += (cut(f"{at}conv1d.bias", 0, m.channels, blocks=conv),) if m.conv_bias else ()
-    decays = {"dt_bias": m.inner if m.kind is LayerMixerKind.KIMI else m.heads, "A_log": m.heads}
+    decays = {"dt_bias": m.inner if m.kind.is_faded else m.heads, "A_log": m.heads}
     params += tuple(cut(f"{at}{name}", 0, n) for name, n in (decays if delta else {**decays, "D": m.heads}).items())
     weight = f"{at}norm.weight"
     params += (Param(weight, (m.head_dim,), by_heads=True) if delta else cut(weight, 0, m.inner),)
@@ -164,6 +163,7 @@ def _mla(config: ModelConfig, prefix: str) -> Params:
     params += (whole(f"{at}kv_a_proj_with_mqa.bias", down),) if c.qkv_bias else ()
     params += norm(c, f"{at}kv_a_layernorm", mla.kv_rank)
     params += linear(c, f"{at}kv_b_proj", kv, mla.kv_rank, column=True, bias=False)
+    params += linear(c, f"{at}g_proj", c.heads, c.hidden, column=True, bias=False) if c.form.head_gate else ()
     return params + linear(c, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, column=False, bias=c.out_bias)
 
 

@@ -169,6 +169,15 @@ def _kimi(v: ModelValues, row: Row) -> Row:
     return {**_dense_latent(v, row), "mixer": mixer}
 
 
+def _ling(v: ModelValues, row: Row) -> Row:
+    """Ling 3. transformers writes another head_dim than it read (qk_rope_head_dim), and the one it used beside it."""
+    dim = v.size("head_dim")
+    if v.get("linear_head_dim") not in (None, dim):
+        message = f"{v.get('linear_head_dim')}, but transformers' class takes head_dim = {dim} for it"
+        v.refuse("linear_head_dim", message, allowed=f"{dim} or null", fix=f"head_dim = {v.get('linear_head_dim')}")
+    return _dense_latent(v, row)
+
+
 def _scaled(v: ModelValues, row: Row) -> Row:
     """AFMoE: embeddings are multiplied where a switch says so."""
     return {**row, "multipliers": {"embedding": "root"}} if v.flag("mup_enabled") else row
@@ -226,6 +235,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
     "afmoe": _scaled,
     "kimi_linear": _kimi,
+    "bailing_hybrid": _ling,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _indexed),
     "deepseek_v4": lambda v, row: {**row, "compressed": read_compressed(v)},
 }
@@ -260,17 +270,18 @@ def balance_of(v: ModelValues) -> float:
     return next((v.number(k) for k in ("router_aux_loss_coef", "aux_loss_alpha") if k in v.inline), 0.0)
 
 
-def check_groups(v: ModelValues, moe: ExpertConfig, method: str) -> None:
-    """Refuse groups of experts that a token's experts do not lie in."""
+def check_groups(v: ModelValues, moe: ExpertConfig, method: str, key: str = "n_group") -> None:
+    """Refuse groups of experts that a token's experts do not lie in. key: what says how many there are."""
     if not moe.groups:
         return
-    v.divides("n_group", moe.experts, "n_routed_experts")
+    v.divides(key, moe.experts, "n_routed_experts" if key == "n_group" else "num_experts")
     if moe.top_groups > moe.groups:
         message = f"{moe.top_groups} groups per token, but there are {moe.groups}"
         v.refuse("topk_group", message, allowed=f"1 to {moe.groups}", fix=str(moe.groups))
     each = moe.experts // moe.groups
     if each < 2 and method == "noaux_tc":
-        v.refuse("n_group", "a group counts by its best two experts, and has one", allowed=f"up to {moe.experts // 2}")
+        v.refuse(key, "a group counts by its best two experts, and has one", allowed=f"up to {moe.experts // 2}")
     if moe.top_k > each * moe.top_groups:
         message = f"{moe.top_k} experts per token do not lie in {moe.top_groups} groups of {each}"
-        v.refuse("num_experts_per_tok", message, allowed=f"1 to {each * moe.top_groups}")
+        top = "num_experts_per_tok" if key == "n_group" else "num_experts_per_token"
+        v.refuse(top, message, allowed=f"1 to {each * moe.top_groups}")

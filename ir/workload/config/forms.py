@@ -217,6 +217,8 @@ def _experts(v: ModelValues, row: Row, layers: int) -> ExpertConfig:
     moe = ExpertConfig(**{**own, "shared_ffn": shared, "groups": groups if top else 0, "top_groups": top})
     if "n_group" in v.table:
         check_groups(v, moe, str(v.get("topk_method")) if row.get("by_method") else "noaux_tc")
+    if "num_expert_group" in v.table:
+        check_groups(v, moe, "noaux_tc", "num_expert_group")
     dense = _dense(v, str(said["sparse"]), layers, said.get("first", "first_k_dense_replace"))
     if layers - 1 in dense if said["sparse"] == "step" else MLP in (ahead(v) if said["sparse"] == "blocks" else ()):
         dense |= modules(v, layers)  # a module is as its pattern says, or as Megatron's last layer

@@ -155,7 +155,7 @@ def _kinds(v: ModelValues, by: str, layers: int) -> Sequence[str]:
         return [FULL if i in full else RECURRENT for i in range(layers)]
     if by == "numbered":
         return _numbered(v, layers)
-    every = v.size_or("full_attention_interval", layers + 1)
+    every = v.size("layer_group_size") if by == "groups" else v.size_or("full_attention_interval", layers + 1)
     return [RECURRENT if (i + 1) % every else FULL for i in range(layers)]
 
 

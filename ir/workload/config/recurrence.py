@@ -8,12 +8,18 @@ from enum import StrEnum
 
 class LayerMixerKind(StrEnum):
     """Recurrences over a sequence: Mamba-2's state space (arXiv:2405.21060), the gated delta rule (2412.06464), and it
-    with a decay for each feature of a key (Kimi delta attention, 2510.26692).
+    with a decay for each feature of a key (Kimi delta attention, 2510.26692), whose gates Ling 3 has in one step.
     """
 
     MAMBA = "mamba"
     DELTA = "delta"
     KIMI = "kimi"
+    LING = "ling"
+
+    @property
+    def is_faded(self) -> bool:
+        """Whether each feature of a key has a decay of its own."""
+        return self in (LayerMixerKind.KIMI, LayerMixerKind.LING)
 
     @property
     def is_delta(self) -> bool:
@@ -64,7 +70,7 @@ class LayerMixer:
     @property
     def gates(self) -> int:
         """Numbers for each feature of the output: its gate, and Kimi's decays."""
-        return (2 if self.kind is LayerMixerKind.KIMI else 1) * self.inner
+        return (2 if self.kind.is_faded else 1) * self.inner
 
     @property
     def rank(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ir.workload.config.compressed import CompressedAttention
@@ -68,7 +68,8 @@ class LayerForm:
     chunked: windows are stretches that do not see each other. no_rope: layers without rotary embedding. score_cap,
     logit_cap: scores and logits are squeezed by a tanh, 0 for not. shared_gate: a token weighs the shared experts'
     output. act_params: numbers that an activation learns. attn_gate: attention's output is weighed by a sigmoid
-    of as many features, projected with the queries. multipliers: numbers, by their key, that change results and
+    of as many features, projected with the queries; head_gate: latent attention's by one number for each head.
+    multipliers: numbers, by their key, that change results and
     no kernel but where embeddings and logits are multiplied ("embedding", "logits"). Of encoders: bidirectional: a
     token sees those behind it, too; final_norm: there is one before the head; transform: a dense layer, an activation
     and a norm stand between stream and logits; token_types: embeddings of which sentence a token is of; pooled: a
@@ -93,6 +94,7 @@ class LayerForm:
     shared_gate: bool = False
     act_params: int = 0
     attn_gate: bool = False
+    head_gate: bool = field(default=False, repr=False)  # profiles were taken before there was such a thing
     bidirectional: bool = False
     final_norm: bool = True
     transform: bool = False

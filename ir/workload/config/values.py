@@ -54,8 +54,8 @@ class ModelValues:
         return value
 
     def size_or(self, name: str, other: int) -> int:
-        """An integer, or `other` where the key is null, left out without default, or unknown to the model type."""
-        value = self.get(name) if name in self.table else None
+        """An integer, or `other` where the key is null, left out without default, or nothing to the model type."""
+        value = self.get(name) if name in self.table and self.table[name].is_read else None
         return value if isinstance(value, int) else other
 
     def number(self, name: str) -> float:

@@ -50,9 +50,16 @@ class LayerRecurrence:
         by = s.layout.tp * s.layout.cp
         chunk = min(m.chunk, s.shape.seq_len)
         heads, groups = m.heads // by, -(-m.groups // by)
-        faded = m.kind is LayerMixerKind.KIMI
         return cls(
-            m.kind.is_delta, faded, s.shape.microbatch_size, s.shape.tokens, heads, groups, m.head_dim, m.state, chunk
+            m.kind.is_delta,
+            m.kind.is_faded,
+            s.shape.microbatch_size,
+            s.shape.tokens,
+            heads,
+            groups,
+            m.head_dim,
+            m.state,
+            chunk,
         )
 
     @property

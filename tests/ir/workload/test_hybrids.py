@@ -1,5 +1,6 @@
 """Layers with a recurrence in place of attention: what each layer is, what devices share, what is made again."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_devices_share_a_recurrence_evenly(name: str, axis: str) -> None:
     assert whole.model_flops == cut.model_flops
 
 
-KIMI = config_from(FAMILIES["kimi_linear"]["config"], "x")
+KIMI, LING = (config_from(FAMILIES[name]["config"], "x") for name in ("kimi_linear", "bailing_hybrid"))
 
 
 def test_kimis_gates_come_through_a_few_features_that_every_device_has() -> None:
@@ -82,6 +83,24 @@ def test_kimis_gates_come_through_a_few_features_that_every_device_has() -> None
     cut, sent = found(tp=4, sequence_parallel=True)
     assert cut == {"gates_down": (1024, 256, h), "decays_up": (4096, 1024, 128), "gate_up": (4096, 1024, 128)}
     assert sent[:2] == [4096 * h * 2, 4096 * 256 * 2], "the stream, and what the gates come through"
+
+
+def test_ling_weighs_each_head_of_latent_attention() -> None:
+    """A number for each head and token: one product more, which reads what queries read, and its own gradient."""
+
+    def found(gate: bool) -> dict[str, tuple[int, ...]]:
+        config = replace(LING, form=replace(LING.form, head_gate=gate))
+        chunk = model_chunks(config)[6]
+        assert chunk.parts[0].name == "attn" and LING.mixer is not None and LING.mixer.rank == 0
+        work = part_work(config, chunk, chunk.parts[0], PartLayout(tp=4), MicrobatchShape(1, 4096), ModelPrecision())
+        kernels = (*work.forward, *work.input_grad, *work.weight_grad)
+        return {k.label: k.shape or (k.bytes,) for k in kernels} | {b.name: (b.bytes,) for b in work.saved}
+
+    with_gate, without = found(True), found(False)
+    new = {k: x for k, x in with_gate.items() if k not in without}
+    out, heads = 4096 * 8 * 128 * 2, 8
+    assert new["gate_proj.weight_grad"] == (heads, LING.hidden, 4096) and new["attention_gate"] == (4 * out,)
+    assert (new["gate"], new["ungated"]) == ((4096 * heads * 2,), (out,))
 
 
 def test_kimis_layers_are_counted_from_one() -> None:

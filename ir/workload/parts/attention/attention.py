@@ -150,12 +150,16 @@ def _context_saved(s: PartSetting, width: int) -> tuple[SavedBuffer, ...]:
 
 
 def _gated(s: PartSetting, core: AttentionCore, tensors: int) -> Work:
-    """The output times the sigmoid of its gate, or back."""
-    moved = tensors * s.tokens * core.out_features * s.wide
-    return (k.memory(s, "attention_gate", moved),) if s.config.form.attn_gate else ()
+    """The output times the sigmoid of its gate, or back; one number for each head is next to nothing beside it."""
+    form, n = s.config.form, s.tokens * core.out_features * s.wide
+    moved = (tensors if form.attn_gate else tensors - 1) * n
+    return (k.memory(s, "attention_gate", moved),) if form.attn_gate or form.head_gate else ()
 
 
 def _gate_saved(s: PartSetting, core: AttentionCore) -> tuple[SavedBuffer, ...]:
     """The gate, and attention's output before it."""
-    n = s.tokens * core.out_features * s.wide
-    return (SavedBuffer("gate", n, Pass.I), SavedBuffer("ungated", n, Pass.I)) if s.config.form.attn_gate else ()
+    form, n = s.config.form, s.tokens * core.out_features * s.wide
+    if not (form.attn_gate or form.head_gate):
+        return ()
+    gate = n if form.attn_gate else s.tokens * core.heads * s.wide
+    return (SavedBuffer("gate", gate, Pass.I), SavedBuffer("ungated", n, Pass.I))

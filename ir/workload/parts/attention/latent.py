@@ -25,6 +25,7 @@ def latent(s: PartSetting, core: AttentionCore) -> AttentionProjection:
     if mla.q_rank:
         downs = (LinearKernel("q_a_proj", s.stream, mla.q_rank, h), *downs)
         ups = (LinearKernel("q_b_proj", s.tokens, core.q_features, mla.q_rank), ups[1])
+    weighed = (LinearKernel("gate_proj", s.tokens, core.heads, h),) if s.config.form.head_gate else ()
     ranks = s.stream * (mla.q_rank + mla.kv_rank)
     up = (*k.forward(s, *ups), *_rope(s, core))
     # "operators" makes every second product again: the up-projections, or where queries have one product alone, the
@@ -37,22 +38,24 @@ def latent(s: PartSetting, core: AttentionCore) -> AttentionProjection:
             k.norm_forward(s, "latent_norm", ranks),
             *k.cast(s, "latent", ranks),
             *up,
+            *k.forward(s, *weighed),
         ),
         backward=(
+            *k.input_grad(s, *weighed),
             *_rope(s, core),
             *k.input_grad(s, *ups),
             k.norm_backward(s, "latent_norm_backward", ranks),
             *k.input_grad(s, *downs),
         ),
-        linears=(*ups, *downs),
+        linears=(*ups, *weighed, *downs),
         saved=(
             SavedBuffer("latent", (ranks + s.stream * mla.rope_dim) * s.wide, Pass.I, *down),
             normed(s, "latent_normed", ranks),
             stats(s, "latent_norm_stats", 2 if mla.q_rank else 1),
             SavedBuffer("qkv", s.tokens * (core.q_features + core.kv_features) * s.wide, Pass.I, second, up),
         ),
-        enters=(mla.q_rank or h, mla.kv_rank),
-        readers=2,
+        enters=(mla.q_rank or h, mla.kv_rank, *((h,) if weighed and mla.q_rank else ())),
+        readers=2 + len(weighed),
         widest=both,
         model_flops=_projections(s),
         passes=mla.rope_dim,
@@ -125,4 +128,4 @@ def _projections(s: PartSetting) -> int:
     q = c.heads * mla.qk_dim
     query = mla.q_rank * (c.hidden + q) if mla.q_rank else c.hidden * q
     key_value = c.hidden * mla.latent_dim + mla.kv_rank * c.heads * (mla.nope_dim + mla.v_dim)
-    return 2 * s.shape.tokens * (query + key_value)
+    return 2 * s.shape.tokens * (query + key_value + c.form.head_gate * c.hidden * c.heads)
