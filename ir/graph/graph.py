@@ -168,9 +168,13 @@ class Graph:
     def data(self) -> BoolArray:
         """[edge] whether it is read microbatch by microbatch."""
         once = np.array([n.once for n in self.nodes], dtype=np.bool_)
-        join = np.array([e.join for e in self.edges], dtype=np.bool_)
-        out: BoolArray = ~(join | once[self.ends[:, 0]] | once[self.ends[:, 1]])
+        out: BoolArray = ~(self.joins | once[self.ends[:, 0]] | once[self.ends[:, 1]])
         return out
+
+    @cached_property
+    def joins(self) -> BoolArray:
+        """[edge] whether it is a join."""
+        return np.array([e.join for e in self.edges], dtype=np.bool_)
 
     @cached_property
     def stages(self) -> int:

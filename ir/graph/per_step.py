@@ -94,10 +94,14 @@ class _Once:
         for n in self.graph.nodes:
             for s in () if n.once else n.spans:
                 least[s.group] = min(n.stage, least.get(s.group, n.stage))
+        own = defaultdict[int, list[Bucket]](list)
+        for b in self.found:
+            for p in b.owners:
+                own[p].append(b)
         for p in programs:
-            numel = sum(b.shard if b.replica.zero else b.numel for b in self.found if p in b.owners)
-            others = sum(b.numel - b.shard for b in self.found if p in b.owners and b.replica.zero == 1)
-            keys = dict(numel=numel, others=others, writes=_DONE, **self._matrices(p))
+            numel = sum(b.shard if b.replica.zero else b.numel for b in own[p])
+            others = sum(b.numel - b.shard for b in own[p] if b.replica.zero == 1)
+            keys = dict(numel=numel, others=others, writes=_DONE, **self._matrices(own[p]))
             update = self._add(least.get(p, 0), PerStepOp.UPDATE, f"p{p}", (p,), **keys)
             for src in dict.fromkeys(self.ready[p]):
                 self.edges.append(GraphEdge(src, update if norm is None else norm, 0, join=True))
@@ -105,12 +109,12 @@ class _Once:
                 self.edges.append(GraphEdge(norm, update, 0, join=True))
             self.ready[p] = [update]
 
-    def _matrices(self, p: int) -> dict[str, Any]:
+    def _matrices(self, own: Iterable[Bucket]) -> dict[str, Any]:
         """What orthogonalising takes the rank of a program that has most to do of each bucket."""
         muon, numel, workspace = self.graph.muon, 0, 0
         work, inline = list[Kernel](), list[Message]()
-        for b in self.found:
-            if muon is not None and b.matrices and p in b.owners:
+        for b in own:
+            if muon is not None and b.matrices:
                 numel += b.shard if b.replica.zero else b.numel
                 for m in heaviest(b.matrices, b.ranks if b.replica.zero else 1):
                     kernels, messages, room = orthogonalised(m, muon)

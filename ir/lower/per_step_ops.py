@@ -94,21 +94,19 @@ def canonical(
 
 def _sources(graph: Graph) -> list[list[int]]:
     out: list[list[int]] = [[] for _ in graph.nodes]
-    for e in graph.edges:
-        if e.join:
-            out[e.dst].append(e.src)
+    for src, dst, _ in graph.ends[graph.joins].tolist():
+        out[dst].append(src)
     return out
 
 
 def _latest(draft: PlanBuilder) -> list[list[int]]:
     """[node][program] local position of the last base row there that contributes to it, -1 if none does."""
     inst, programs = draft.inst, len(draft.start) - 1
-    joins = [(e.src, e.dst) for e in draft.graph.edges if e.join]
     row, node = inst[inst >= 0], np.nonzero(inst >= 0)[0]
     own = np.full((len(inst), programs), -1, dtype=np.int64)
     np.maximum.at(own, (node, draft.rows.program[row]), draft.local(row))
     out = np.full_like(own, -1)
-    src, dst = np.array(joins, dtype=np.int64).reshape(-1, 2).T
+    src, dst, _ = draft.graph.ends[draft.graph.joins].T
     np.maximum.at(out, dst, own[src])
     found: list[list[int]] = out.tolist()
     return found

@@ -145,7 +145,7 @@ def test_memory_does():
         hw = hardware_of(job)
         planned = PlannedJob.of(prepare_priced(job, hw), hw)
         peaks[name] = int(planned.memory.peak.max())
-        without = memory(planned.plan, state(planned.plan, planned.model.recipe))
+        without = memory(planned.sized, state(planned.plan, planned.model.recipe))
         assert int(without.peak.max()) == peaks[name]
     assert peaks["nanotron"] > 1.1 * peaks["megatron"]
 
