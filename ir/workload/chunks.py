@@ -77,7 +77,9 @@ def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     again = (KeptBuffer(stream, Pass.I),) if config.streams else ()  # for the gradients of how streams are mixed
     add = Part("add", ("experts", *(s.name for s in shared), stream), again, back)
     mixed = p.hyper_connection(config, f"{prefix}ffn_hc")
-    router = Part("router", (stream,), after, (*mixed, *norm, *p.router(config, prefix + inner)))
+    router = Part(
+        "router", (stream,), () if config.form.parallel else after, (*mixed, *norm, *p.router(config, prefix + inner))
+    )
     # Shared experts stand behind the routed ones: their forward runs beside combine, their backward beside its mirror.
     return (*first, router, routed, *shared, add)
 

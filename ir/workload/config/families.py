@@ -178,6 +178,13 @@ def _ling(v: ModelValues, row: Row) -> Row:
     return _dense_latent(v, row)
 
 
+def _command(v: ModelValues, row: Row) -> Row:
+    """Command A+: norms by which number they have; the first layers' MLPs have a width of their own."""
+    rms = v.get("rms_norm_eps") is not None
+    norm = {"norm": NormLayerKind.RMS, "norm_eps": "@rms_norm_eps"} if rms else {}
+    return {**row, **norm, "ffn": v.size_or("prefix_dense_intermediate_size", v.size("intermediate_size"))}
+
+
 def _scaled(v: ModelValues, row: Row) -> Row:
     """AFMoE: embeddings are multiplied where a switch says so."""
     return {**row, "multipliers": {"embedding": "root"}} if v.flag("mup_enabled") else row
@@ -234,6 +241,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _deepseek),
     **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
     "afmoe": _scaled,
+    "cohere2_moe": _command,
     "kimi_linear": _kimi,
     "bailing_hybrid": _ling,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _indexed),

@@ -59,8 +59,8 @@ def read_form(v: ModelValues) -> ModelConfig:
     base = ModelConfig(source=v.source, model_type=str(v.get("model_type")), **own)
     if not any(map(base.is_moe, range(base.layers + base.mtp))):  # cut down to its dense layers, it has none
         base = replace(base, moe=None)
-    if form.parallel and (moe is not None or form.norms is not LayerNormPlace.BEFORE):
-        v.refuse("model_type", "layers in parallel with experts or norms behind them are not built")
+    if form.parallel and ((form.parallel > 1 and moe is not None) or form.norms is not LayerNormPlace.BEFORE):
+        v.refuse("model_type", "layers in parallel with experts of their own norm, or norms behind, are not built")
     return _rotated(v, row, replace(base, form=form))
 
 
@@ -119,6 +119,10 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             if not every:
                 v.refuse(str(row["every"])[1:], "a pattern of no layers", allowed="a positive integer, or LLLG")
             slides = [bool((i + 1) % every) for i in range(n)]
+        case "prefixed":  # dense layers first, in a pattern of their own
+            dense = v.size("first_k_dense_replace")
+            ahead = [(i + 1) % v.size("prefix_dense_sliding_window_pattern") > 0 for i in range(dense)]
+            slides = [*ahead, *((i + 1) % said["every"] > 0 for i in range(n))][:n]
         case "fourth":
             slides = [i % 4 != 0 for i in range(n)]
         case "first":
@@ -192,6 +196,11 @@ def _without_rope(v: ModelValues, row: Row, said: Mapping[str, Any], windows: tu
             return _listed(v, said["layers"])
         case "full":
             return full
+        case "prefixed":  # full layers, but dense ones where none of these has a window
+            turned = (
+                _dense(v, "kinds", said["layers"], "") if v.size("prefix_dense_sliding_window_pattern") == 1 else ()
+            )
+            return full.difference(turned)
         case "thetas":
             return _without_theta(v, said["layers"])
         case "windowed":  # the class knows whether its config has windows, not whether a layer of it has

@@ -63,7 +63,7 @@ def shared(s: PartSetting) -> PartWork:
         weight_grad=k.weight_grad(s, down, up, *gates),
         out_bytes=s.stream * h * s.wide,
         saved=(
-            stream_normed(s, "normed", s.stream * h),
+            *((stream_normed(s, "normed", s.stream * h),) if c.form.parallel != 1 else ()),
             *inner_saved(s, s.tokens, width, second_up(s, width), compact=True),
             *(SavedBuffer("before_gate", n, Pass.I) for _ in gates),
         ),

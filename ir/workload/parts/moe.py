@@ -48,8 +48,11 @@ def exchange(s: PartSetting) -> ExpertMessages:
 
 
 def router(s: PartSetting) -> PartWork:
-    """The norm after attention, router logits, top-k. It passes on the normed tokens."""
-    moe, h, mix = _moe(s), s.config.hidden, StreamMixing.of(s)
+    """The norm after attention, router logits, top-k. It passes on the normed tokens.
+
+    Where experts read the stream beside attention, through one norm, that norm and its output are attention's.
+    """
+    moe, h, mix, normed = _moe(s), s.config.hidden, StreamMixing.of(s), s.config.form.parallel != 1
     n, scores = s.stream * h, s.stream * moe.experts
     gate = LinearKernel("gate", s.stream, moe.experts, h, dtype=s.precision.activations)
     ins = (LinearKernel("latent_in", s.stream, moe.latent, h),) if moe.latent else ()
@@ -59,13 +62,13 @@ def router(s: PartSetting) -> PartWork:
     even = (k.memory(s, "balance", scores * 4),) if moe.balance else ()
     shares = tuple(SavedBuffer("balance", s.shape.microbatch_size * moe.experts * 4, Pass.I) for _ in even)
     # The gate's input is the tensor that shared experts keep; in fp8 theirs is quantised and the gate's is not.
-    own = () if moe.shared_ffn and not s.fp8 else (_wide_normed(s, n),)
+    own = () if not s.fp8 and (moe.shared_ffn or not normed) else (_wide_normed(s, n),)
     # Scores and indices; where weights are divided by their sum, both of these, too.
     choice = scores * 4 + s.stream * (moe.top_k * 12 + 4 if moe.normalised else moe.top_k * 8)
     return PartWork(
         forward=(
             *mix.before,
-            k.norm_forward(s, "post_norm", n, stream=True),
+            *((k.norm_forward(s, "post_norm", n, stream=True),) if normed else ()),
             *linears_narrow(s, "normed", n, 1),
             gate.forward(s),
             choose,
@@ -80,7 +83,7 @@ def router(s: PartSetting) -> PartWork:
             *k.input_grad(s, *ins),
             k.add(s, "sum_grads", n, 3 if moe.shared_ffn else 2),
             *linears_widen(s, "normed", n, 1),
-            k.norm_backward(s, "post_norm_backward", n, stream=True),
+            *((k.norm_backward(s, "post_norm_backward", n, stream=True),) if normed else ()),
             *(mix.behind or (k.memory(s, "residual_backward", 3 * n * s.stream_wide),)),
         ),
         weight_grad=(*k.weight_grad(s, gate, *ins), *mix.weight_grad),
@@ -88,8 +91,7 @@ def router(s: PartSetting) -> PartWork:
         saved=(
             *mix.saved,
             *own,
-            stats(s),
-            *written(s, n, stream=True),
+            *((stats(s), *written(s, n, stream=True)) if normed else ()),
             SavedBuffer("router_scores", choice, Pass.I),
             *shares,
         ),

@@ -179,6 +179,32 @@ def test_heliums_output_projection_has_no_bias_and_ernies_head_has_one(model_typ
     assert parameters(config) == sum(p.numel() for p in hub.parameters()) and priced(config, TOKENS)[0] == whole
 
 
+@pytest.mark.parametrize("other", [{}, {"rms_norm_eps": 1e-6}, {"expert_selection_fn": "sigmoid"}])
+def test_experts_beside_attention_behind_dense_layers_are_transformers_own(other):
+    """Command A+: all read attention's norm, with a mean or not; shared experts and MLPs have their own widths."""
+    raw = {k: v for k, v in small("cohere2_moe").items() if k not in ("layer_types", "mlp_layer_types")}
+    raw |= {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 48, "num_shared_experts": 2, **other}
+    hub, whole, _ = counted(raw, TOKENS)
+    config = config_from(raw, "x")
+    assert parameters(config) == sum(p.numel() for p in hub.parameters()) and priced(config, TOKENS)[0] == whole
+    windows = [getattr(layer.self_attn, "sliding_window", None) or 0 for layer in hub.model.layers]
+    turned = [bool(layer.self_attn.sliding_window or layer.self_attn.force_rope) for layer in hub.model.layers]
+    assert [config.at(i).window for i in range(4)] == windows and [config.at(i).rope for i in range(4)] == turned
+
+
+def test_experts_beside_attention_have_no_norm_of_their_own():
+    raw = small("cohere2_moe")
+    config = config_from(raw, "x")
+    chunk = model_chunks(config)[1]
+    assert [p.name for p in chunk.parts] == ["attn", "router", "experts", "add"] and not chunk.parts[1].keeps
+    each = [
+        part_work(config, chunk, p, PartLayout(), MicrobatchShape(1, TOKENS), ModelPrecision()) for p in chunk.parts
+    ]
+    norms = [k.label for w in each for k in (*w.forward, *w.input_grad) if "norm" in k.label]
+    assert norms == ["input_norm", "input_norm_backward"]
+    assert sum("normed" in b.name for w in each for b in w.saved) == 1, "attention's"
+
+
 def test_experts_in_a_space_of_their_own_are_transformers_own():
     raw = {**small("nemotron_h"), "moe_latent_size": 28}
     hub, whole, recurrent = counted(raw, TOKENS)

@@ -236,6 +236,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
     **{k: {"layer_types": None} for k in ("sliding_window_pattern", "global_attn_every_n_layers")},
     "layers_block_type": {"hybrid_override_pattern": None},
     "first_k_dense_replace": {"mlp_layer_types": None},
+    "prefix_dense_sliding_window_pattern": {"layer_types": None, "first_k_dense_replace": 4},
     "linear_attn_config.full_attn_layers": {"layer_types": None, "linear_attn_config.kda_layers": []},
     "linear_attn_config.kda_layers": {"layer_types": None, "linear_attn_config.full_attn_layers": []},
     "attention_types": {"attention_layers": None},
