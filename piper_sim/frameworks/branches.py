@@ -35,7 +35,7 @@ class ShellJobBlock:
     """One `if`, `case`, loop or `{` that is open. word: a case's, else None; arm: whether the one that we are in runs;
     before: whether one above it did; asking: we stand in a condition, or where a pattern has to come; holds: the
     condition, as far as it is read; pattern: words of one that is not closed; unknown: the file does not say the word;
-    group: it is a `{`; loop: the word that begins one; outside: whether what it stands in runs.
+    group: it is a `{`; function: of one; loop: the word that begins one; outside: whether what it stands in runs.
     """
 
     word: str | None = None
@@ -46,6 +46,7 @@ class ShellJobBlock:
     pattern: list[str] = field(default_factory=list)
     unknown: bool = False
     group: bool = False
+    function: bool = False
     loop: str = ""
     outside: ShellJobTruth = YES
 
@@ -88,7 +89,8 @@ class ShellJobBranches:
             # A group, or a function, whose body stands for its calls.
             doubt = function is not None and not self.called(function[1] or function[2]) and runs is YES
             arm = MAYBE if doubt else runs
-            self.blocks.append(ShellJobBlock(arm=arm, asking=False, group=True, outside=outer))
+            block = ShellJobBlock(arm=arm, asking=False, group=True, function=function is not None, outside=outer)
+            self.blocks.append(block)
             words, joined = self._keywords(words[words.index("{") + 1 :]), ";"
         if NO in (outer, runs) or not words:
             return [], NO
@@ -99,6 +101,11 @@ class ShellJobBranches:
     def groups(self) -> int:
         """In how many groups and functions we stand."""
         return sum(b.group for b in self.blocks)
+
+    @property
+    def inside(self) -> bool:
+        """Whether we stand in a function."""
+        return any(b.function for b in self.blocks)
 
     @property
     def patterns(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ir.core.errors import PiperError
 from ir.core.files import FileErrors, check_plain, parse_json, parse_toml, read_text
-from piper_sim.frameworks.shell import environment, options, read_shell
+from piper_sim.frameworks.shell import environment, options, read_shell, started
 from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET
 from piper_sim.frameworks.table import FORM, facts
 
@@ -217,7 +217,7 @@ def _script(path: str, framework: str | None, text: str) -> JobFile:
     first = next((i for i, w in enumerate(words) if w.startswith("--")), len(words))
     cut = programs[-1] if programs else first if first == 0 or not _launches(words[:first]) else len(words)
     launcher, program = job.command[:cut], job.command[cut + bool(programs) :]
-    found = [*_options(job.batch, "launcher"), *_options(launcher, "launcher")]
+    found = [x for place, part in [("launcher", job.batch), *started(launcher)] for x in _options(part, place)]
     found += [JobArgument(k, _said(v), "environment") for k, v in environment(job).items()]
     own = list(_options(program, ""))
     own += [replace(a, doubt="bash ends the command on a line before it") for a in _options(job.lost, "")]

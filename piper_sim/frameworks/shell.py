@@ -5,10 +5,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 
+from ir.core.errors import PiperError
 from ir.core.files import FileErrors
 from piper_sim.frameworks.branches import MAYBE, NO, YES, ShellJobBranches
 from piper_sim.frameworks.statements import INNER, NAME, ShellJobStatement, statements
-from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET, settings
+from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET, number, settings
 from piper_sim.frameworks.words import ShellJob, expanded, marked, split_words, substituted
 
 MOST_WORDS = 20_000
@@ -16,6 +17,7 @@ _ASSIGN = re.compile(rf"({NAME})(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _LIST = rf"{NAME}\+?=\((?:{INNER}|[^()\"'`\\])*+\)"
 _WORD = re.compile(rf"{_LIST}|;+|&&|\|\|?|(?:{INNER}|(?!&&)[^\s\"'`\\;|])+", re.DOTALL)
 _ENDS = {";", ";;", "&&", "||", "|", "&", "(", ")"}
+_COMMAND = re.compile(r"^--?[A-Za-z][\w.-]*\s|\s--?[A-Za-z]")  # in one word, where one has quoted too much
 _REDIRECTION = re.compile(r"\d?&?[<>]")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _SLURM: dict[str, tuple[str, ...]] = {
@@ -23,8 +25,12 @@ _SLURM: dict[str, tuple[str, ...]] = {
     "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
 }
 _SLURM |= {"--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "--ntasks": ("SLURM_NTASKS",)}
-_SAID = [[x] for x in ("echo", "cat", "printf", "[", "[[", "test")]
+_SAID = [[x] for x in ("echo", "cat", "printf", "[", "[[", "test", ":")]
 _TRAINS = re.compile(r"(?:train|finetune|sft|pretrain)\w*\.py$|^torchtitan\.")
+_ATTACHED = re.compile(r"^(-[A-Za-z])(\d+)$")
+_LAUNCHERS = re.compile(r"torchrun|srun|sbatch|salloc|mpirun|mpiexec|deepspeed|accelerate|bash|sh|python[\d.]*")
+_WRAPPERS = {"docker", "podman", "singularity", "apptainer", "enroot", "kubectl", "ssh", "bsub", "ray", "nice", "nsys"}
+_WRAPPERS |= {"ncu", "timeout", "numactl", "taskset", "stdbuf"}
 _SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "else", "elif", "do", "{", "}"}
 _SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 
@@ -73,6 +79,7 @@ def _followed(
         ends = _ENDS - {")"} if branches.patterns else _ENDS
         end = next((i for i, w in enumerate(words) if w in ends), len(words))
         here, runs = branches.step(words[:end], joined)
+        job.called = branches.inside
         while job.locals and job.locals[-1][0] > branches.groups:  # their function has ended
             _, name, value = job.locals.pop()
             job.variables[name] = UNSET if value is None else value
@@ -84,7 +91,7 @@ def _followed(
         job.maybe = runs is MAYBE
         command, own = _command(job, here, source) if runs is not NO else ([], {})
         if command:
-            job.found.append(_unwrapped(job, command, own))
+            job.found.append(_unwrapped(job, command, own, source))
             job.letters += len(command) * 4
             if not job.command or _looks(job.found[-1]) > _looks(job.command):
                 job.command, job.environment = job.found[-1], job.exports | own
@@ -105,9 +112,9 @@ def _check_length(words: float, form: FileErrors, file: str) -> None:
 
 def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) -> tuple[list[str], dict[str, str]]:
     """One command's words, expanded, and the variables that stand before it; what it sets is kept in mind."""
-    unsaid = _unsaid(job, words)
+    unsaid, read_twice = _unsaid(job, words), False
     while words and words[0] in _SKIP:
-        words = words[1:]
+        read_twice, words = read_twice or words[0] == "eval", words[1:]
     if words and (words[0].startswith("((") or words[0] == "let"):
         sums = words[1:] if words[0] == "let" else [" ".join(words)[2:].removesuffix("))")]
         words = [x for one in sums for x in settings(one.strip("\"' "))]
@@ -115,22 +122,38 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) ->
         words = [words[0][1:], *words[1:]]
     if words and words[-1][-1:] == ")" and "(" not in words[-1]:
         words = [*words[:-1], words[-1][:-1]]
-    exported = bool(words) and words[0] in _DECLARES
+    exported, flags = bool(words) and words[0] in _DECLARES, ""
     while words and (words[0] in _DECLARES or (exported and words[0].startswith("-"))):
-        words = words[1:]
+        flags, words = flags + words[0] * words[0].startswith("-"), words[1:]
+    job.integers |= {m[0] for w in words if "i" in flags and (m := re.match(NAME, w))}
     sets = list(takewhile(bool, map(_ASSIGN.fullmatch, words)))
     words = words[len(sets) :]
-    # Neither `2>&1` nor `> log` is an argument.
-    away = {i for i, w in enumerate(words) if _REDIRECTION.match(w)}
-    away |= {i + 1 for i in away if words[i].endswith((">", "<"))}
-    found = [w for i, word in enumerate(words) if i not in away for w in expanded(job, word)]
-    own = {}
+    found, own = _arguments(job, words, not read_twice), {}
+    found = _read_twice(job, found, source) if read_twice else found
     for m in filter(None, (*sets, *map(_ASSIGN.fullmatch, unsaid))):
         if words and UNSET not in m[4]:  # `A=1 run $A`, which knows no such A
             own[m[1]] = " ".join(_value(job, m, source)[0])
         else:
             _assign(job, m, source, exported)
     return [] if _given(job, found) else found, own
+
+
+def _arguments(job: ShellJob, words: Sequence[str], split: bool = True) -> list[str]:
+    """Words expanded, without `2>&1` and `> log`."""
+    away = {i for i, w in enumerate(words) if _REDIRECTION.match(w)}
+    away |= {i + 1 for i in away if words[i].endswith((">", "<", ">&"))}
+    return [w for i, word in enumerate(words) if i not in away for w in expanded(job, word, split)]
+
+
+def _read_twice(job: ShellJob, words: Sequence[str], source: tuple[FileErrors, str]) -> list[str]:
+    """Words that a shell reads as commands, expanded again: those of the command with most options."""
+    try:
+        again = _split(" ".join(words), *source)
+    except PiperError:
+        return [*words]
+    ends = [i for i, w in enumerate(again) if w in _ENDS]
+    commands = [again[a + 1 : b] for a, b in zip([-1, *ends], [*ends, len(again)], strict=True)]
+    return _arguments(job, max(commands, key=lambda c: sum(w.startswith("--") for w in c)))
 
 
 def _unsaid(job: ShellJob, words: Sequence[str]) -> list[str]:
@@ -152,6 +175,8 @@ def _unsaid(job: ShellJob, words: Sequence[str]) -> list[str]:
 def _given(job: ShellJob, words: Sequence[str]) -> bool:
     """Whether it is the shell's `set` or `shift`; the words that it leaves are kept as `@`."""
     old = split_words(job.variables.get("@", ""))
+    if job.called:  # a function's own words
+        return words[:1] in (["set"], ["shift"])
     match words:
         case ["set", "--", *more]:
             left = tuple(more)
@@ -196,6 +221,8 @@ def _assign(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str], exp
     name, more = m[1], m[3] and not m[2]
     value = " ".join(map(shlex.quote, words) if array and words != [ANSWER] else words)
     old = job.variables.get(name, "")
+    if name in job.integers and not array:
+        value, more = number(job.variables, f"{old or 0}+({value or 0})" if more else value or "0"), False
     if job.maybe and UNSET in value and old and UNSET not in old and not more:  # `--tp) TP=$2`: as if nobody asked
         value = marked(old)
     elif job.maybe and not (value.strip() or more) and (old or "$" in m[4]):  # or what stood there, or will
@@ -213,15 +240,15 @@ def _assign(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str], exp
         job.exports[name] = job.variables[name]
 
 
-def _unwrapped(job: ShellJob, words: list[str], own: dict[str, str]) -> list[str]:
+def _unwrapped(job: ShellJob, words: list[str], own: dict[str, str], source: tuple[FileErrors, str]) -> list[str]:
     """`bash -c "…"`, which knows what is exported, and words that hold a whole command, split."""
     known = {k: v for k, v in job.variables.items() if k in job.exports or k.startswith("SLURM_")} | own
     out: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         if " " in word and before in ("-c", "-lc"):
-            out += split_words(substituted(ShellJob(variables=known), word))
+            out += _read_twice(ShellJob(variables=known), [word], source)
         else:
-            out += split_words(word) if " " in word and re.search(r"(^|\s)--?\w", word) else [word]
+            out += split_words(word) if " " in word and _COMMAND.search(word) else [word]
     return out
 
 
@@ -235,20 +262,40 @@ def _looks(words: Sequence[str]) -> tuple[bool, bool, bool, int]:
 def options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
     """(option, value) of command line words: true for a flag, a list for several; what is no option under "".
 
-    >>> list(options(["x", "--tp=2", "--split", "9", "-1", "--bf16"]))
-    [('', 'x'), ('--tp', '2'), ('--split', ['9', '-1']), ('--bf16', True)]
+    >>> list(options(["x", "--tp=2", "--split", "9", "-1", "-N4", "--bf16"]))
+    [('', 'x'), ('--tp', '2'), ('--split', ['9', '-1']), ('-N', '4'), ('--bf16', True)]
     """
     name, values = "", list[str]()
     for word in (*words, "--"):
         if re.match(r"--.|-[A-Za-z]|--$", word):
             if name:
                 yield name, values[0] if len(values) == 1 else values or True
-            name, eq, value = word.partition("=")
+            name, eq, value = _ATTACHED.sub(r"\1=\2", word).partition("=")
             values = [value] if eq else []
         elif name and not word.startswith(f"{UNSET}$"):
             values.append(word)
         else:
             yield "", word
+
+
+def started(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Words before the program, by whose they are: a launcher's, or those of a command that only starts one.
+
+    >>> list(started("nice -n 9 srun -n 4 docker run -n a torchrun --nnodes 2".split()))[1:3]
+    [('wrapper', ['nice', '-n', '9']), ('launcher', ['srun', '-n', '4'])]
+    >>> list(started("mpirun -np 16 -N 8 python".split()))[0][1][3]
+    '--npernode'
+    """
+    place, part, by = "launcher", list[str](), ""
+    for word in words:
+        name = word.rpartition("/")[2]
+        by = name if _LAUNCHERS.fullmatch(name) else by
+        found = "wrapper" if name in _WRAPPERS else "launcher" if by == name else place
+        if found != place:
+            yield place, part
+            place, part = found, []
+        part.append("--npernode" if word == "-N" and by in ("mpirun", "mpiexec") else word)
+    yield place, part
 
 
 def environment(job: ShellJob) -> Mapping[str, str]:

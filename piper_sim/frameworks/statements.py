@@ -12,7 +12,8 @@ NESTED = r"[^{}]"  # the same, of braces: defaults of defaults
 for _ in range(4):
     NESTED = rf"(?:[^{{}}]|\{{{NESTED}*+\}})"
 _VALUE = r"\$\{(?:[^{}\"\\]|\"[^\"]*\")*\}"  # within double quotes, with some of its own
-INNER = rf"[$<>]\({DEEP}*+\)|\$\{{{NESTED}*+\}}|`[^`]*`|\"(?:\\.|{_VALUE}|[^\"\\])*+\"|'[^']*'|\\."
+_ODD = r"\$'(?:\\.|[^'\\])*'|\$\[[^][]*\]"  # `$'a\tb'`, and a sum as it once was written
+INNER = rf"[$<>]\({DEEP}*+\)|{_ODD}|\$\{{{NESTED}*+\}}|`[^`]*`|\"(?:\\.|{_VALUE}|[^\"\\])*+\"|'[^']*'|\\."
 _TOKEN = re.compile(
     r"\\(?P<join>[^\S\n]*)\n"  # blanks behind the backslash are meant as none
     r"|(?P<comment>(?<![^\s;&|(])#[^\n]*)"

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -15,7 +16,12 @@ _REFERENCE = re.compile(
 # "$@", and variables that by their names hold arguments: unset, they are none
 _BAG = r"(?i:[A-Z_]*(?:ARGS|ARGUMENTS|OPTS?|OPTIONS|FLAGS|EXTRA|PARAMS)[A-Z_]*)"
 _ARGUMENTS = re.compile(rf'"?\$(?:[@*]|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?(?::?-)?\}}?)"?')
-_PIECE = re.compile(rf"{INNER}|(?:[^\s\"'`\\$]|\$(?!\())+", re.DOTALL)
+_PIECE = re.compile(rf"\$(?=\")|{INNER}|(?:[^\s\"'`\\$]|\$(?![('\"]))+", re.DOTALL)
+_BRACES = re.compile(rf"((?:{INNER}|[^{{\"'`\\$]|\$(?!\{{))*?)\{{({NESTED}*+)\}}(.*)", re.DOTALL)
+_PART = re.compile(rf"{INNER}|\{{{NESTED}*+\}}|.", re.DOTALL)
+_RANGE = re.compile(r"(-?(?:0|[1-9]\d{0,5}))\.\.(-?(?:0|[1-9]\d{0,5}))")
+_ESCAPED = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}  # of `$'…'`
+MOST_BRACES = 1000
 _SUM = re.compile(rf"\$\(\(({DEEP}*+)\)\)")
 
 
@@ -24,8 +30,9 @@ class ShellJob:
     """A script, read. command: words of its launch; batch: of its #SBATCH lines; environment: as it is there;
     files: what it writes by itself (`cat <<EOF > ds.json`). lost: arguments behind a comment or an empty line that ends
     the launch; others: commands that train, too. arrays: variables that are some, and `@` where `set --` gave its
-    words; locals: variables that end with a function, how deep it lies, and their value outside; maybe: whether what is
-    read may not run. found: the words of all commands; letters: of them, and of all variables' values.
+    words; integers: those that hold sums; locals: variables that end with a function, how deep it lies, and their value
+    outside; called: whether we stand in one; maybe: whether what is read may not run. found: the words of all commands;
+    letters: of them, and of all variables' values.
     """
 
     command: list[str] = field(default_factory=list)
@@ -37,6 +44,8 @@ class ShellJob:
     variables: dict[str, str] = field(default_factory=dict)
     arrays: set[str] = field(default_factory=set)
     maybe: bool = False
+    called: bool = False
+    integers: set[str] = field(default_factory=set)
     locals: list[tuple[int, str, str | None]] = field(default_factory=list)
     found: list[list[str]] = field(default_factory=list)
     others: int = 0
@@ -57,10 +66,10 @@ def substituted(job: ShellJob, text: str, depth: int = 0, whole: bool = True) ->
     def put(m: re.Match[str]) -> str:
         name, default = m["braced"] or m["plain"] or m["one"], m["default"]
         if name is None:
-            none = m["odd"][:1] in ("@", "*") and "@" not in job.variables
+            none = m["odd"][:1] in ("@", "*") and "@" not in job.variables and not job.called
             return "" if none else ANSWER
         if name in ("@", "*"):
-            return job.variables.get("@", "")
+            return ANSWER if job.called else job.variables.get("@", "")
         value = _found(job, name, whole=m["all"] is not None)
         missing = value is None or value == UNSET or (m["empty"] and not value)
         doubt = value is not None and ANSWER in value and not value.strip(UNSET)
@@ -75,9 +84,12 @@ def substituted(job: ShellJob, text: str, depth: int = 0, whole: bool = True) ->
             return value
         if m["op"] == "+":
             return ""
+        if m["all"] and whole and value:  # one word, whose parts have quotes no longer
+            return (job.variables.get("IFS", " ")[:1]).join(split_words(value))
         return UNSET if value is None else value
 
     text = re.sub(r"\$\((?!\()[^()]*\)|`[^`]*`", ANSWER, text)
+    text = re.sub(r"\$\[([^][]*)\]", r"$((\1))", text)
     text = _REFERENCE.sub(put, text)[: 10**6]
     return _SUM.sub(lambda m: _sum(job, m[1]), text)
 
@@ -93,6 +105,8 @@ def _found(job: ShellJob, name: str, *, whole: bool) -> str | None:
         value = job.variables[name]
         return value if whole or name not in job.arrays else next(iter(split_words(value)), "")
     given = split_words(job.variables.get("@", ""))
+    if job.called and (name == "#" or name.isdigit()):  # its call's
+        return ANSWER
     if name == "#" and "@" in job.variables and not any(UNSET in w for w in given):
         return str(len(given))
     if name in ("#", "?", "$", "!"):
@@ -115,8 +129,10 @@ def expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
     >>> expanded(job, '--x="$A"'), expanded(job, "$A"), expanded(job, "'$A'"), expanded(job, '"${A[@]}"')
     (['--x=1 2'], ['1', '2'], ['$A'], ['1', '2'])
     """
+    if split and (many := list(braced(word))) != [word]:
+        return [x for one in many for x in expanded(job, one)]
     if bag := _ARGUMENTS.fullmatch(word[:99]):
-        value = job.variables.get(bag["bag"] or "@", UNSET)
+        value = UNSET if job.called and not bag["bag"] else job.variables.get(bag["bag"] or "@", UNSET)
         if UNSET in value and not value.strip(UNSET + MAYBE_SET + " "):
             return [f"{UNSET}${bag['bag'] or '@'}"]
     out, empty = [""], True
@@ -128,9 +144,13 @@ def expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
             out[-1] += "$".join(substituted(job, part) for part in parts)
         elif first == "'" or first == "\\":
             out[-1] += piece[1:-1] if first == "'" else piece[1:].replace("\n", "")
+        elif piece[:2] == "$'":
+            out[-1] += re.sub(r"\\(.)", lambda m: _ESCAPED.get(m[1], ANSWER), piece[2:-1], flags=re.DOTALL)
+        elif piece == "$" and word[m.end() : m.end() + 1] == '"':  # `$"…"`, which may be translated
+            continue
         elif array or "$" in piece or first == "`":
             text = substituted(job, piece.strip('"'), whole=not (split or array))
-            more = split_words(text) if split or array else [text]
+            more = [text] if not (split or array) else split_words(text) if array else _fields(job, text)
             out[-1:] = [out[-1] + more[0], *more[1:]] if more else [out[-1]]
             empty = empty and not more
             continue
@@ -138,6 +158,38 @@ def expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
             out[-1] += piece
         empty = False
     return [] if empty else out
+
+
+def _fields(job: ShellJob, text: str) -> tuple[str, ...]:
+    """What is not quoted, split at what the script says in IFS."""
+    ends = job.variables.get("IFS", " ")
+    if UNSET in ends or (" " in ends and not ends.strip()):
+        return split_words(text)
+    return tuple(re.findall(rf"[^{re.escape(ends)}]+", text)) if ends else (text,)
+
+
+def braced(word: str) -> Iterator[str]:
+    """The words that one with braces stands for, as written.
+
+    >>> list(braced("a{1..3}{x,y}")), list(braced("${N}-'{1,2}'"))
+    (['a1x', 'a1y', 'a2x', 'a2y', 'a3x', 'a3y'], ["${N}-'{1,2}'"])
+    """
+    m = _BRACES.match(word[:MOST_BRACES])
+    if m is None or not m[2]:
+        yield word
+        return
+    rest = word[m.end(2) + 1 :]
+    parts = [""]
+    for x in _PART.findall(m[2]):
+        parts = [*parts, ""] if x == "," else [*parts[:-1], parts[-1] + x]
+    if run := _RANGE.fullmatch(m[2]):
+        first, last = int(run[1]), int(run[2])
+        step = 1 if first <= last else -1
+        parts = [str(n) for n in range(first, last + step, step)][:MOST_BRACES]
+    elif len(parts) < 2:  # of other ranges, `{01..08..2}` or `{a..d}`, nothing is made
+        yield from ((f"{m[1]}{ANSWER}" if ".." in m[2] else f"{m[1]}{{{m[2]}}}") + x for x in braced(rest))
+        return
+    yield from (x for part in parts for x in braced(f"{m[1]}{part}{rest}"))
 
 
 @lru_cache(maxsize=64)  # arrays that each command of a script reads

@@ -165,6 +165,21 @@ READ = [  # lines parted by ~
     "until true; do N=4; done~while false; do M=4; done~run --n ${N:-5} --m ${M:-5}",
     'case abc in [^x]*) N=4;; *) N=5;; esac~case a in "*") M=4;; *) M=5;; esac~run --n $N --m $M',
     "if [ 1 = 1 ]; then run --n 4; exit; fi~run --n 5 --m 6",
+    ": 'for later~run --a 1 --b 2 --c 3~'~run --x 1",
+    ": run --a 1 --b 2 --c 3~run --x 1",
+    'N=4~run --n $[ N * 2 ] --m=$[N-1] --k "$[1+1]"',
+    'run --x {1..3} --y={a,b} --z a{b,"c d"}{e,f} \'{1,2}\' "{1,2}" {} {a} ${N:-{1,2}}',
+    'A=(--x {3..1})~B={1,2}~run "${A[@]}" $B --d',
+    "run --x $'it\\'s' --y a$'\\t'b --z $\"q\" --w 'a$'",
+    'IFS=,~A=1,2~run --x $A --y "$A" --d',
+    'A=(1 2 3)~IFS=,~run --x "${A[*]}" --d',
+    'A=("a b" c)~run --x "${A[*]}" --d',
+    "CMD='run --n $N --m \"a b\" --d'~N=5~eval $CMD",
+    "CMD='true && run --n 4 --d 2>&1 | cat'~eval \"$CMD\"",
+    "X=\"--x 4 --y 'a b'\"~eval run $X --d",
+    "declare -i N=2+3~N+=1~run --n $N --d",
+    'run --x="4 - 5" --d',
+    "{ run --x 1 --y 2 >& /dev/stdout; }",
 ]
 
 NOT_FOLLOWED = [  # what sets a variable to what only bash knows, or may not be run
@@ -188,6 +203,11 @@ NOT_FOLLOWED = [  # what sets a variable to what only bash knows, or may not be 
     "N=3~if [ -f x ]; then N=${M:-3}; M=4; fi~M=$(echo 4)~for I in 1; do N=${M:-3}; done~run --n $N",
     "A=--d~for I in 1 2; do A=$B; B=--x; done~run $A",
     'A=--x~[ "$B" = 1 ] || A=~run $A --d',
+    "f() {~local N=${1:-3}~run --n $N~}~f 7",
+    "f() { N=${1:-3}; }~f 7~run --n $N",
+    "set -- 1 2~f() { run --n $1 --m $#; }~f 7",
+    'set -- 1 2~f() { A=("$@"); }~f 7~run --n "${A[@]}"',
+    "run --x {01..08..2}",
 ]
 
 

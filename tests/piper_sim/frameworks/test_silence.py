@@ -168,6 +168,17 @@ def test_layers_that_megatron_counts_beside_the_decoders_make_chunks_too(tmp_pat
         ("#SBATCH --nodes=4\n#SBATCH --gres=nvme:1\nsrun --ntasks-per-node=8 python {}", (4, 8)),
         # torch/distributed/run.py: --nnodes MIN:MAX
         ("torchrun --nnodes=4:4 --nproc-per-node=8 {}", (4, 8)),
+        # srun(1): -N4; mpirun(1) of Open MPI: -N is ranks of a node
+        ("#SBATCH -N4\nsrun -n32 --gpus-per-node=8 python {}", (4, 8)),
+        ("mpirun -np 32 -N 8 python {}", (4, 8)),
+        # what starts a launcher has options of its own, by the same names
+        ("docker run --gpus 8 img torchrun --nnodes 4 --nproc_per_node 8 {}", (4, 8)),
+        (
+            "srun -N 4 --ntasks-per-node=1 docker run --gpus 8 img torchrun --nnodes 4 --nproc_per_node 8 {}",
+            (4, 8),
+        ),
+        ("nice -n 10 /usr/bin/torchrun --nproc_per_node 4 {}", (1, 4)),
+        ("nsys profile -n true torchrun --nproc_per_node 4 {}", (1, 4)),
     ],
 )
 def test_a_launcher_says_how_many_ranks_there_are(tmp_path: Path, start: str, ranks: tuple[int, int]) -> None:
