@@ -22,6 +22,7 @@ from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch
 from piper_sim.frameworks.table import chains, rows
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts
+from piper_sim.frameworks.to_job.launch import not_started
 from piper_sim.frameworks.values import write_value
 
 FRAMEWORKS = ("megatron", "megatron-bridge", "torchtitan", "deepspeed", "automodel", "accelerate", "primus")
@@ -75,7 +76,7 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
 
     Raises PiperError (job): the framework has no word for something that decides the plan.
     """
-    for key, value, why in _not_started(prepared) if framework in MEGATRON else ():
+    for key, value, why in not_started(prepared) if framework in MEGATRON else ():
         raise _cannot(framework, key, value, why)
     if framework not in MEGATRON and prepared.job.optimizer.name == "muon":
         raise _cannot(framework, "optimizer.name", "muon", "only Megatron's launches have words for it")
@@ -117,17 +118,6 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple) and value and all(isinstance(v, str) for v in value):
         return repr("|".join(value))
     return repr(value)
-
-
-def _not_started(p: PreparedJob) -> Iterator[tuple[str, object, str]]:
-    """What Megatron has arguments for, and stops at."""
-    pp, name = p.mesh.sizes["pp"], p.schedule
-    if pp > 1 and name == "1f1b-overlap":
-        yield "schedule.name", name, "all-to-alls overlap where a rank has two stages or more"
-    if pp > 1 and name.endswith("-overlap") and "full" in p.base.recompute.options:
-        yield "schedule.recompute", p.job.schedule.recompute, "not whole where all-to-alls overlap"
-    if p.stages > pp > 1 and p.mbs % pp:
-        yield "schedule.microbatches", p.mbs, f"interleaved stages take rounds of {pp} microbatches"
 
 
 def _arguments(framework: str, f: Facts) -> Iterator[tuple[str, object]]:

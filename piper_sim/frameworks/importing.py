@@ -18,7 +18,7 @@ from piper_sim.frameworks.read import JobArgument, JobFile, beside, read_launch
 from piper_sim.frameworks.table import FORM, JobTableRow, framework_named, row_of
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft
-from piper_sim.frameworks.to_job.launch import draft, refusal
+from piper_sim.frameworks.to_job.launch import draft, troubles
 from piper_sim.frameworks.values import FILE, INERT, PRESUMED, is_set, presumed, read_value
 
 UNDERSTOOD, ASSUMED, UNKNOWN = "understood", "assumed", "unknown"
@@ -95,9 +95,7 @@ def import_launch(path: str, framework: str | None = None) -> ImportedJob:
     if file.others:
         note = f"the file starts {file.others + 1} trainings: the one with most arguments is read"
         entries.append(JobEntry(JobArgument("", None), ASSUMED, "", note))
-    if (wrong := refusal(job)) is not None:
-        note = f"the job does not load: {wrong.message}"
-        entries.append(JobEntry(JobArgument("", None), UNKNOWN, wrong.key or "", note))
+    entries += [JobEntry(JobArgument("", None), UNKNOWN, k, why) for k, why in troubles(file.framework, job)]
     return ImportedJob(file.framework.removesuffix("-torchtitan"), job, tuple(entries))
 
 
@@ -116,7 +114,8 @@ def _settled(e: JobEntry, d: JobDraft, stated: Facts) -> JobEntry:
     there |= {"fp8": d.job.get("precision", {}).get("compute") == "fp8", "zero3": p.get("zero", 3) == 3}
     lacks = [k for k in e.only if not there[k]]
     if e.list == UNDERSTOOD and e.fact and e.said is not None and e.said != stated.get(e.fact):
-        return replace(e, note="another argument says otherwise, and wins")
+        flag = e.argument.value is True and e.argument.name.startswith("--")  # two such together are an error
+        return replace(e, list=ASSUMED if flag else UNDERSTOOD, note="another argument says otherwise, and wins")
     if e.list == ASSUMED and lacks:
         return replace(e, list=UNDERSTOOD, note=f"nothing in a step depends on it: there is no {lacks[0]}")
     return e

@@ -1,16 +1,16 @@
 """What a launch states, as a job: the framework's own rules fill in what follows from it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ir.core.errors import PiperError
+from ir.core.errors import ErrorKind, PiperError
+from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
-from ir.job.model import read_model
 from ir.workload.layout import format_layout
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 from piper_sim.frameworks.to_job.model import model_of, trained
-from piper_sim.frameworks.to_job.ranks import batch, cluster, copies_of_shards, parallel, schedule
+from piper_sim.frameworks.to_job.ranks import EVEN, batch, cluster, copies_of_shards, parallel, schedule
 from piper_sim.frameworks.to_job.recipe import formats, recompute, storage, unsaid
 
 
@@ -80,10 +80,24 @@ def _by_pattern(pattern: str) -> Facts:
     return said | ({"layout": format_layout(("E" + "|".join(stages) + last).split("|"))} if len(stages) > 1 else {})
 
 
-def refusal(job: Mapping[str, Mapping[str, Any]]) -> PiperError | None:
-    """Why a job as imported would not load, if it would not."""
+def troubles(framework: str, job: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Keys for which a job as imported would not load, or its framework would stop; each with why."""
     try:
-        read_model(job_from(job))
+        prepared = prepare(job_from(job))
     except PiperError as e:
-        return e
-    return None
+        if e.kind is not ErrorKind.IO:  # a file lies beside where the job will
+            yield e.key or "", f"the job does not load: {e.message}"
+        return
+    if framework in EVEN:
+        yield from ((key, f"{framework} stops here: {why}") for key, _, why in not_started(prepared))
+
+
+def not_started(p: PreparedJob) -> Iterator[tuple[str, object, str]]:
+    """What Megatron has arguments for, and stops at: keys, their values, and why."""
+    pp, name = p.mesh.sizes["pp"], p.schedule
+    if pp > 1 and name == "1f1b-overlap":
+        yield "schedule.name", name, "all-to-alls overlap where a rank has two stages or more"
+    if pp > 1 and name.endswith("-overlap") and "full" in p.base.recompute.options:
+        yield "schedule.recompute", p.job.schedule.recompute, "not whole where all-to-alls overlap"
+    if p.stages > pp > 1 and p.mbs % pp:
+        yield "schedule.microbatches", p.mbs, f"interleaved stages take rounds of {pp} microbatches"

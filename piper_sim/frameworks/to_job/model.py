@@ -133,6 +133,9 @@ def _sized(d: JobDraft, f: Facts, hints: Mapping[str, str]) -> dict[str, Any]:
     usual = tables()["latent"].get(d.framework, {}) if f.get("mla") else {}
     d.filled |= {tables()["keys"][k]: (v, f"{d.framework}'s default") for k, v in usual.items() if k not in f}
     values = {**usual, **f, "kv_heads": _kv_heads(d, f), "positions": f.get("positions") or f.get("seq_len") or 4096}
+    listed = f.get("moe_freq") if f.get("experts") else None
+    fits = not isinstance(listed, list) or len(listed) == f["layers"]
+    d.expect(fits, "moe_freq", f"a list of another length than {f['layers']} layers: those behind it have experts")
     idle = () if f.get("experts") else ("top_k", "groups", "top_groups", "routed_scale")
     for fact in (*idle, *(("head_dim",) if f.get("mla") else LATENT)):  # a log has them in any case
         values.pop(fact, None)

@@ -23,6 +23,7 @@ def schedule(d: JobDraft, f: Facts, pp: int) -> int:
     """The schedule's name and stages per rank; how many stages there are."""
     if pp == 1:
         d.expect(not f.get("overlap_ep"), "overlap_ep", "all-to-all beside another microbatch takes a pipeline here")
+        _one_rank(d, f)
         return 1
     chunks, layers = f.get("vp") or 1, _decoders(d)
     if per := f.get("chunk_layers"):
@@ -43,6 +44,7 @@ def schedule(d: JobDraft, f: Facts, pp: int) -> int:
             d.put("schedule", layout=layout)
         except PiperError as e:
             d.doubts["layout"] = e.message
+    d.expect(f.get("vp") in (None, chunks), "vp", f"another argument makes {chunks} stages of each rank")
     if csv := f.get("csv"):
         d.put("schedule", csv=csv)
         return pp * chunks
@@ -57,6 +59,18 @@ def schedule(d: JobDraft, f: Facts, pp: int) -> int:
         name = "interleaved-1f1b" if chunks > 1 else "1f1b"
     d.put("schedule", name=name, stages_per_rank=chunks if chunks != 1 else None)
     return pp * chunks
+
+
+def _one_rank(d: JobDraft, f: Facts) -> None:
+    """Stages that are stated of one pipeline rank, at which Megatron stops."""
+    if d.framework not in EVEN:
+        return
+    many = {"vp": (f.get("vp") or 1) > 1, "layout": len(str(f.get("layout")).split("|")) > 1}
+    many["chunk_layers"] = f.get("chunk_layers") not in (None, _decoders(d))
+    for fact in ("first_layers", "last_layers"):
+        many[fact] = f.get(fact) not in (None, _decoders(d))
+    for fact, some in many.items():
+        d.expect(not some, fact, "there is one pipeline rank: its layers are one stage")
 
 
 def parallel(d: JobDraft, f: Facts, stages: int) -> None:
@@ -179,6 +193,8 @@ def _layers(d: JobDraft, f: Facts, stages: int) -> object:
     layers, pp = _decoders(d) or 0, f["pp"]
     first, last, chunks = f.get("first_layers"), f.get("last_layers"), stages // f["pp"]
     if first or last:
+        for fact in ("count_embedding", "count_loss"):
+            d.expect(not f.get(fact), fact, "the first or last stage has the layers that are stated")
         rest, ranks = layers - (first or 0) - (last or 0), pp - bool(first) - bool(last)
         if ranks > 0 and rest % ranks == 0 and rest >= 0:
             each = [first or rest // ranks, *[rest // ranks] * (pp - 2), last or rest // ranks]

@@ -219,3 +219,52 @@ def test_what_torchtitan_compiles_is_its_software_and_comes_back(
     assert (listed(found, ASSUMED) == ["compile.components"]) == doubtful
     made = export_launch(prepared(**found.job), "torchtitan")
     assert read_back(made).job["costs"]["software"] == software and "costs.software" not in made.left_out
+
+
+# and what does not start there is said where it is imported: `validate_args`, TransformerConfig, GPTModel's layer specs
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--num-experts 4 --moe-layer-freq [0]*1+[1]*3", "--moe-layer-freq"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage"),
+        ("--decoder-first-pipeline-num-layers 3", "--decoder-first-pipeline-num-layers"),
+        ("--pipeline-model-parallel-layout 'Ett|t*6L'", "--pipeline-model-parallel-layout"),
+        (CHUNKS + "--num-layers-per-virtual-pipeline-stage 1", "--num-virtual-stages-per-pipeline-rank"),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-embedding-in-pipeline-split",
+        ),
+        ("--swiglu --squared-relu", "--swiglu"),
+        ("--bf16 --fp16", "--bf16"),
+        ("--num-experts 4 --expert-model-parallel-size 3", "parallel.ep"),
+        ("--num-experts 4 --expert-model-parallel-size 8", "parallel.ep"),
+        ("--num-experts 16 --expert-model-parallel-size 16", "parallel.ep"),
+        ("--num-experts 4 --tensor-model-parallel-size 2", "parallel.sequence_parallel"),
+        ("--context-parallel-size 8 --seq-length 40", "parallel.cp"),
+        (CHUNKS + "--global-batch-size 12", "schedule.microbatches"),
+    ],
+)
+def test_what_megatron_stops_at_is_said(tmp_path: Path, words: str, named: str) -> None:
+    found = imported(tmp_path, MEGATRON + words)
+    assert named in {e.argument.name or e.key for e in found.entries if e.list != UNDERSTOOD}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-experts 4 --moe-layer-freq ([0]*1+[1]*3)*2",
+        "--num-virtual-stages-per-pipeline-rank 1 --num-layers-per-virtual-pipeline-stage 8",
+        CHUNKS + "--global-batch-size 16",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 16",
+        "--num-experts 8 --expert-model-parallel-size 8 --swiglu",
+        "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+    ],
+)
+def test_what_it_takes_is_not(tmp_path: Path, words: str) -> None:
+    found = imported(tmp_path, MEGATRON + words)
+    assert not [e for e in found.entries if e.list != UNDERSTOOD and (e.argument.name or "load" in e.note)]
+    assert not [e for e in found.entries if "stops" in e.note]
