@@ -52,8 +52,9 @@ def schedule(d: JobDraft, f: Facts, pp: int) -> int:
     if f.get("overlap_ep"):
         name = f"{name}-overlap"
     if chunks == 1 and "vp" not in f:  # torch's multi-stage schedules have two stages a rank unless told otherwise
-        looped = name == "zb1p" and "dp_shard" in f and not f.get("chunk_layers")
+        looped = name == "zb1p" and d.framework in TORCH and not f.get("chunk_layers")
         chunks = 2 if looped else default_chunks(name)
+        d.expect(chunks == 1 or not f.get("chunk_layers"), "chunk_layers", f"{name} has {chunks} stages a rank")
     if not legal_chunks(name, chunks):
         d.doubts["schedule"] = f"{name} does not take {chunks} stages per rank"
         name = "interleaved-1f1b" if chunks > 1 else "1f1b"
@@ -81,6 +82,8 @@ def parallel(d: JobDraft, f: Facts, stages: int) -> None:
     for fact in ("ep", "etp"):
         if f.get(fact, 1) > 1 and not experts:
             d.doubts[fact] = "the model has no experts"
+    whole = etp in (None, 1, tp) or not d.framework.endswith("torchtitan")
+    d.expect(whole, "etp", f"torchtitan divides experts as it divides all else, by {tp}, or not at all")
     d.put("parallel", **{k: f.get(k) for k in ("tp", "cp", "pp", "order") if f.get(k) not in (None, 1)})
     if f.get("ulysses", 1) > 1:
         d.put("parallel", cp=f["ulysses"], cp_comm="all_to_all")
@@ -284,8 +287,8 @@ def batch(d: JobDraft, f: Facts) -> None:
             d.doubts["local_batch"] = f"{size} sequences at once are none: taken as 1"
             size = 1
         count = (total // (size * dp) if total and total % (size * dp) == 0 else None) or max(1, local // size)
-        if total and total != size * count * dp:
-            d.doubts["global_batch"] = f"{total} sequences do not divide by {size} on {dp} replicas"
+        if total and (total != size * count * dp or total % (max(1, local) * dp)):
+            d.doubts["global_batch"] = f"{total} sequences do not divide by {local} on {dp} replicas"
         passes, over = divmod(size * count, max(1, local))
         if passes > 1 and not over and f.get("pp", 1) > 1 and not f.get("csv"):  # accumulated: each runs empty
             d.put("schedule", flushes=passes)

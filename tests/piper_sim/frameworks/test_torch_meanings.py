@@ -200,3 +200,38 @@ def test_copies_that_are_none_of_torchs_still_have_gpus(tmp_path: Path, value: s
 def test_a_batch_that_is_none_of_torchs_still_has_a_job(tmp_path: Path, value: str) -> None:
     found = imported(tmp_path, TITAN.replace("local_batch_size = 4", f"local_batch_size = {value}"), "t.toml")
     assert found.job["schedule"]["microbatches"] >= 1
+
+
+# torchtitan/distributed/pipeline_parallel.py: stages_per_rank = 1 if is_single_stage_schedule else 2
+
+
+@pytest.mark.parametrize("more", ["", "data_parallel_shard_degree = -1\n"])
+def test_interleaved_zero_bubble_has_two_stages_a_rank(tmp_path: Path, more: str) -> None:
+    stages = f'pipeline_parallel_degree = 4\npipeline_parallel_schedule = "InterleavedZeroBubble"\n{more}'
+    found = imported(tmp_path, f'[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\n{stages}', "t.toml")
+    assert found.job["schedule"]["stages_per_rank"] == 2 and not listed(found, ASSUMED)
+    assert prepare(job_from(found.job)).layers == (4, 5, 4, 4, 4, 4, 4, 3)
+
+
+# train.py: global_batch_size is a multiple of local_batch_size times replicas; parallel_dims.py: etp is 1 or tp
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--training.local_batch_size 16 --training.global_batch_size 32", "--training.global_batch_size"),
+        ("--parallelism.expert_tensor_parallel_degree 2", "--parallelism.expert_tensor_parallel_degree"),
+        (
+            "--parallelism.pipeline_parallel_schedule DualPipeV --parallelism.pipeline_parallel_layers_per_stage 15",
+            "--parallelism.pipeline_parallel_layers_per_stage",
+        ),
+        ("--training.local_batch_size 16 --training.global_batch_size 128", None),
+    ],
+)
+def test_what_torchtitan_stops_at_is_said(tmp_path: Path, words: str, named: str | None) -> None:
+    (tmp_path / "t.toml").write_text(
+        '[model]\nname = "deepseek_v3"\nflavor = "16B"\n[parallelism]\npipeline_parallel_degree = 2\n'
+    )
+    start = "torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file t.toml"
+    found = imported(tmp_path, f"{start} --parallelism.expert_parallel_degree 4 {words}")
+    assert listed(found, ASSUMED) == [named] * (named is not None)
