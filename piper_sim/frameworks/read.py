@@ -279,6 +279,8 @@ def _of_script(launcher: Iterable[str], own: Iterable[JobArgument]) -> str:
     deepspeed = {"--deepspeed", "--deepspeed-config", "--zero-stage", "--num-key-value-heads"}
     if names & deepspeed or any("deepspeed" in w for w in launcher):
         return "deepspeed"
+    if names & {"--per-device-train-batch-size", "--model-name-or-path"}:  # transformers' Trainer, which accelerates
+        return "accelerate"
     return "megatron"
 
 

@@ -37,6 +37,19 @@ def test_the_trainers_deepspeed_argument_is_a_file_that_is_read(tmp_path: Path, 
     assert "--deepspeed" in listed(found, UNDERSTOOD)
 
 
+# transformers/trainer.py: without DeepSpeed it is accelerate's, DDP under autocast unless --fsdp says otherwise
+
+
+def test_a_trainer_that_torchrun_starts_is_no_megatron(tmp_path: Path) -> None:
+    words = "--model_name_or_path meta-llama/Llama-2-7b-hf --max_seq_length 2048 --bf16 True --gradient_checkpointing"
+    words += " --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_grad_norm 0.5 --fsdp full_shard"
+    found = imported(tmp_path, f"torchrun --nproc_per_node 8 train.py {words}\n")
+    assert found.framework == "accelerate" and listed(found, UNKNOWN) == ["--fsdp"]
+    assert (found.job["model"]["config"], found.job["model"]["seq_len"]) == ("llama2-7b", 2048)
+    schedule = {"microbatch_size": 4, "microbatches": 2, "recompute": "full"}
+    assert found.job["schedule"] == schedule and found.job["optimizer"]["clip_norm"] == 0.5
+
+
 def test_a_file_that_is_named_and_not_there_is_not_understood(tmp_path: Path) -> None:
     found = imported(tmp_path, "deepspeed --num_gpus 8 run_clm.py --deepspeed gone.json --max_seq_len 64\n")
     assert listed(found, UNKNOWN) == ["--deepspeed"]
