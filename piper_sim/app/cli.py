@@ -28,6 +28,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise self.refusal(message)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Its help, as any answer: argparse passes over what a full disk has lost."""
+        print(message, end="", file=file or sys.stderr, flush=True)
+
     def refusal(self, message: str) -> PiperError:
         """argparse's sentence as an error that names the flag, what it takes and the nearest fix."""
         flags = [f for a in self._actions for f in a.option_strings]
@@ -83,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args:
             top.print_help()
             return 2
-        if args[0] == "--version":
+        if args[0] == "--version" or {*args} == {"--version", "--json"}:
             from importlib.metadata import version  # which a command does without
 
-            print(f"piper-sim {version('piper-sim')}")
+            said = version("piper-sim")
+            print(json.dumps({"schema_version": 1, "version": said}) if as_json else f"piper-sim {said}", flush=True)
             return 0
         _refuse_unknown(args)
         parsed, unknown = top.parse_known_args(args)

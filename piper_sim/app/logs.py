@@ -15,6 +15,8 @@ def main(args: argparse.Namespace) -> int:
 
     Raises PiperError (usage): a `--set` that no cell can hold; as `read_log` does.
     """
+    if args.skip < 0:
+        raise usage_error("--skip", f"{args.skip} entries", "--skip 0", "a number from 0")
     refuse_existing(args.out, (FILE,), args.force)
     keys = [text.partition("=") for text in args.sets]
     if any(not equals or "," in value for _, equals, value in keys):

@@ -46,7 +46,7 @@ class LoggedSteps:
 
         Raises PiperError (job): none is left.
         """
-        kept = [s for _, s in self.steps[max(0, skip) :]]
+        kept = [s for _, s in self.steps[skip:]]
         if not kept:
             message, allowed = f"{len(self.steps)} steps told of, {skip} left out", "more steps than --skip"
             raise job_error("--skip", message, "--skip 0", allowed)

@@ -189,3 +189,5 @@ def test_a_command_by_another_name_is_told_ours(cli: Any, said: str, meant: str)
 def test_the_version_is_the_package_s(cli: Any) -> None:
     told = cli("--version", as_json=False)
     assert (told.code, told.out) == (0, f"piper-sim {version('piper-sim')}\n")
+    assert cli("--version").json == {"schema_version": 1, "version": version("piper-sim")}
+    assert cli("--json", "--version", as_json=False).out == cli("--version").out

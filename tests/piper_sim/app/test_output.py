@@ -173,9 +173,10 @@ def test_the_same_job_gives_the_same_bytes_whatever_the_hash_seed(job: Any, tmp_
     assert outs[0] == outs[1] and outs[0].count(b'{"schema_version": 1') == 3
 
 
-def test_stdout_on_a_full_disk_is_an_error_of_ours(shell: Shell, job: Any) -> None:
+@pytest.mark.parametrize("words", [["simulate", "JOB", "--json"], ["--help"], ["simulate", "--help"], ["--version"]])
+def test_stdout_on_a_full_disk_is_an_error_of_ours(shell: Shell, job: Any, words: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        done = shell("simulate", job(), "--json", stdout=full, stderr=subprocess.PIPE)
+        done = shell(*(job() if w == "JOB" else w for w in words), stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2 and "No space left" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -84,4 +84,5 @@ def test_logs_that_tell_no_time_are_refused(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "short.log").write_text(MEGATRON.format(1, 1000.0))
     error = cli("history", str(tmp_path / "short.log")).error
     assert error["key"] == "--skip" and error["file"].endswith("short.log")
+    assert cli("history", str(tmp_path / "short.log"), "--skip", "-1").error["key"] == "--skip"
     assert cli("history", str(tmp_path / "short.log"), "--skip", "0").json["runs"][0]["iteration_s"] == 1.0
