@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from piper_sim.report.units import GIB, MISSING, count, gib, percent
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.measure import Measurement
     from rich.table import Table
+    from rich.text import Text
 
 # What a device holds at its peak. cache: of the allocator, beyond what is asked for.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "context", "cache")
@@ -139,6 +143,7 @@ def compare_table(rows: Sequence[Mapping[str, Any]], title: str | None = None) -
             _HEADS[name],
             justify=_JUSTIFY.get(name, "right"),
             no_wrap=whole,
+            min_width=_longest(_HEADS[name], (c[name] for c in cells)) if whole else None,
             overflow="ellipsis" if whole else "fold",
             vertical="bottom",
         )
@@ -148,6 +153,11 @@ def compare_table(rows: Sequence[Mapping[str, Any]], title: str | None = None) -
         style = "dim" if bad else "yellow" if row["fits"] == "(✓)" else best
         table.add_row(*(Text(row[name]) for name in _HEADS), style=style)
     return table
+
+
+def _longest(head: str, cells: Iterable[str]) -> int:
+    """Columns that a column of a table takes whole."""
+    return max(map(len, (*head.split("\n"), *cells)))
 
 
 def memory_cells(memory: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -193,13 +203,33 @@ def memory_table(memory: Mapping[str, Any], title: str | None = None) -> Table:
     caption += f"; full bar {capacity / GIB:.0f} GiB" if capacity else ""
     table = Table(title=title, box=box.SIMPLE_HEAD, header_style="bold", padding=_GAP, caption=caption)
     for name in names:
-        table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
-    table.add_column("", overflow="crop")  # gives way first in a narrow terminal
+        head = _SHORT.get(name, name)
+        table.add_column(head, justify="right", no_wrap=True, min_width=_longest(head, (c[name] for c in cells)))
+    table.add_column("")
     for row in cells:
         parts = _filled(memory, row["rank"])
         short = "bold red" if row["headroom"].startswith("-") else ""
-        table.add_row(*(Text(row[n], style=short if n == "headroom" else "") for n in names), _bar(parts, capacity))
+        table.add_row(
+            *(Text(row[n], style=short if n == "headroom" else "") for n in names), _Bar(_bar(parts, capacity))
+        )
     return table
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """Letters that give way first in a narrow terminal."""
+
+    letters: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement(0, len(self.letters))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        yield Text(self.letters, no_wrap=True, overflow="crop")
 
 
 def _bar(parts: Mapping[str, float | None], capacity: float | None) -> str:

@@ -58,12 +58,19 @@ def width() -> int:
 
 
 def show(renderable: object) -> None:
-    """Print a rich table. What comes from a file is text in it: neither markup, nor codes that a terminal obeys."""
+    """Print a rich table. What comes from a file is text in it: neither markup, nor codes that a terminal obeys.
+
+    No number of it is cut: lines that a narrow terminal does not hold, the terminal itself wraps.
+    """
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.segment import Segment, Segments
+    from rich.text import Text
 
     columns = None if sys.stdout.isatty() else max(width(), 120)
     console = Console(width=columns, highlight=False, markup=False, emoji=False)
+    takes = Measurement.get(console, console.options.update(max_width=WIDEST), renderable)  # type: ignore[arg-type]
+    console.width = max(console.width, takes.maximum if isinstance(renderable, Text) else takes.minimum)
     drawn = console.render(renderable)  # type: ignore[arg-type]
     with console.capture() as written:  # which would end the process with 1 where a reader has left
         console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
@@ -90,7 +97,7 @@ def show_table(
 
     table = Table(box=box.HEAVY_HEAD if ruled else box.SIMPLE_HEAD)
     for head in heads:
-        table.add_column(head, justify="left" if head in left else "right")
+        table.add_column(head, justify="left" if head in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     show(table)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -237,3 +238,21 @@ def test_a_terminal_as_wide_as_none_is_takes_no_memory(
     monkeypatch.setenv("COLUMNS", "1000000000")
     assert main(["simulate", job()]) == 0
     assert 1000 < max(map(len, capsys.readouterr().out.splitlines())) <= 10_000
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_no_number_is_cut_in_a_narrow_terminal(
+    cli: Any, job: Any, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(command: str) -> str:
+        return str(cli(command, job(), as_json=False).out)
+
+    wide = shown("simulate")
+    for name, value in (("COLUMNS", str(columns)), ("TERM", "dumb"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    narrow = re.sub(r"\x1b\[[\d;]*m", "", shown("simulate"))
+    tables = wide.partition("rank 0")[0] + wide.partition("memory at")[2]
+    assert {*re.findall(r"[\d.]*\d", tables)} <= {*re.findall(r"[\d.]*\d", narrow)} and "…" not in narrow
+    assert re.search(r"one column is [\d.]+ .?s\n", narrow)
+    assert "sele…" not in shown("explain"), "a change that one would copy"
