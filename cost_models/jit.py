@@ -25,12 +25,13 @@ F = TypeVar("F", bound=Callable[..., object])
 def _folder(package: Path) -> str | None:
     """A cache of its own for every state of a package: numba looks for changes only in a function's own file.
 
-    Beside the sources, else in the user's cache; None where neither can be written: then every process compiles.
+    Where NUMBA_CACHE_DIR says, else beside the sources, else in the user's cache; None where none of them can be
+    written: then every process compiles.
     """
     text = b"".join(p.read_bytes() for p in [Path(__file__), *sorted(package.glob("*.py"))])
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "piper-sim"
     ours = [package / "__pycache__", *([user] if user.is_absolute() else [])]  # in a container, users may have no home
-    for root in [Path(numba.config.CACHE_DIR)] if numba.config.CACHE_DIR else ours:
+    for root in [*([Path(numba.config.CACHE_DIR)] if numba.config.CACHE_DIR else []), *ours]:
         folder = root / f"numba-{sha256(text).hexdigest()[:16]}"
         new = not os.path.exists(folder)  # nor may they look into one
         try:
@@ -41,6 +42,7 @@ def _folder(package: Path) -> str | None:
             if new:
                 print("compiling kernels, once per installation: up to half a minute …", file=sys.stderr)
             return str(folder)
+    print("compiling kernels, each time anew: NUMBA_CACHE_DIR names no folder to keep them in …", file=sys.stderr)
     return None
 
 

@@ -4,6 +4,7 @@ import argparse
 import errno
 import gc
 import json
+import os
 import re
 import sys
 import tomllib
@@ -143,6 +144,8 @@ def _dispatch(parsed: argparse.Namespace) -> int:
     reads = parsed.command == "calibrate" and (parsed.kineto or parsed.nccl or parsed.pairs)  # and measures nothing
     if parsed.command in TORCH and not reads:
         _need_torch(parsed.command)
+    if parsed.command == "doctor":
+        os.getcwd()  # where that is gone, libraries of torch's end the process
     with unwinding():
         return _command(parsed.command)(parsed)
 

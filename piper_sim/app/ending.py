@@ -27,6 +27,9 @@ def unexpected(e: Exception, args: Sequence[str]) -> PiperError:
     if os.environ.get("PIPER_DEBUG") == "1":
         traceback.print_exception(e)
     frames = traceback.extract_tb(e.__traceback__)
+    if _is_lost():
+        message = "the folder that it was started in is gone"
+        return PiperError(ErrorKind.IO, message, key="cwd", suggestion="cd to one that is there")
     if isinstance(e, ImportError) and (e.name or "").partition(".")[0] not in _OURS:
         what = (e.name or Path(frames[-1].filename).parent.name).partition(".")[0]
         message, fix = f"{what} cannot be loaded: {e.msg}", f"install {what} anew, for this Python and this machine"
@@ -41,6 +44,15 @@ def unexpected(e: Exception, args: Sequence[str]) -> PiperError:
         allowed="an answer, or an error that says what to mend",
         suggestion="report this line with the job to piper-sim's issues; PIPER_DEBUG=1 shows the traceback",
     )
+
+
+def _is_lost() -> bool:
+    """Whether the folder that we stand in has been removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 # One letter for one, so that columns stay: yes and no must differ on any terminal.

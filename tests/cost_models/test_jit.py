@@ -11,7 +11,7 @@ from cost_models import jit
 
 @pytest.mark.parametrize("home", ["none", "shut", "his own"])
 def test_a_user_without_a_home_compiles_in_every_process(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("numba")
     package = tmp_path / "package"
@@ -39,9 +39,11 @@ def test_a_user_without_a_home_compiles_in_every_process(
         monkeypatch.setattr(os, "getuid", lambda: 987_654)  # whom no table of users knows
     else:
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(jit.numba.config, "CACHE_DIR", str(tmp_path / "file"))  # no folder, so ours are looked at
     monkeypatch.setattr(os, "stat", stat)
     monkeypatch.setattr(Path, "mkdir", mkdir)
     folder = jit._folder.__wrapped__(package)
     monkeypatch.undo()
-    assert (folder is None) == (home != "his own")
+    assert (folder is None) == (home != "his own") == ("each time anew" in capsys.readouterr().err)
     assert folder is None or Path(folder).parent == tmp_path / "home/.cache/piper-sim"

@@ -45,6 +45,21 @@ def test_a_package_that_is_there_and_cannot_be_loaded_is_no_mistake_of_ours(tmp_
     assert "made a mistake" in ours.message
 
 
+@pytest.mark.parametrize(
+    "words", [["run", "JOB", "-n", "1"], ["doctor"], ["schedule", "gpipe", "--ranks=1", "--microbatches=1"]]
+)
+def test_a_folder_that_is_gone_is_no_mistake_of_ours(tmp_path: Path, job: Any, words: list[str]) -> None:
+    """Nor does a command mind that needs none."""
+    code = "import os, sys; os.rmdir(os.getcwd()); from piper_sim.app.cli import main; sys.exit(main(sys.argv[1:]))"
+    (tmp_path / "gone").mkdir()
+    line = [sys.executable, "-c", code, *(job() if w == "JOB" else w for w in words)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(line, env=env, cwd=tmp_path / "gone", capture_output=True, text=True)
+    said = "error: cwd: the folder that it was started in is gone\nfix: cd to one that is there\n"
+    needs = words[0] != "schedule"
+    assert done.returncode == 2 * needs and done.stderr.endswith(said) == needs and "mistake" not in done.stderr
+
+
 def test_what_a_rank_that_failed_has_left_is_shown_beside_the_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
