@@ -181,6 +181,9 @@ def _looked_up(framework: str, a: JobArgument) -> JobEntry:
     if a.name.startswith("$"):
         return JobEntry(a, ASSUMED, note="not in the file: as if it held no arguments")
     row = _row(framework, a)
+    turned = re.sub(r"(?<=\.)no[-_]", "", a.name)  # `section.no-key`, as torchtitan's parser has it
+    if row is None and a.value is True and turned != a.name:
+        return replace(_looked_up(framework, replace(a, name=turned, value=False)), argument=a)
     if row is None and a.value is None:
         return JobEntry(a, UNDERSTOOD, note="not set")
     if row is None:

@@ -10,7 +10,7 @@ import pytest
 from ir.job.build import precision_of, prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.exporting import export_launch
-from piper_sim.frameworks.importing import ASSUMED
+from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
 from tests.piper_sim.frameworks.test_export import prepared, read_back
 from tests.piper_sim.frameworks.test_import import TEXTS, imported, listed
 
@@ -235,3 +235,18 @@ def test_what_torchtitan_stops_at_is_said(tmp_path: Path, words: str, named: str
     start = "torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file t.toml"
     found = imported(tmp_path, f"{start} --parallelism.expert_parallel_degree 4 {words}")
     assert listed(found, ASSUMED) == [named] * (named is not None)
+
+
+# torchtitan/config/manager.py parses by tyro, whose flags say no in front of a key's last word
+
+
+@pytest.mark.parametrize("flag", ["--compile.no-enable", "--compile.no_enable", "--compile.enable"])
+def test_a_flag_that_says_no_turns_off_what_the_file_has(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "t.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n[compile]\nenable = true\n')
+    found = imported(tmp_path, f"torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file t.toml {flag}")
+    assert (found.job["costs"]["software"] == "torchtitan") == ("no" in flag)
+    assert flag in listed(found, UNDERSTOOD)
+    odd = imported(
+        tmp_path, "torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file t.toml --compile.no-such"
+    )
+    assert listed(odd, UNKNOWN) == ["--compile.no-such"]
