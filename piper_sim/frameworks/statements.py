@@ -15,7 +15,7 @@ _VALUE = r"\$\{(?:[^{}\"\\]|\"[^\"]*\")*\}"  # within double quotes, with some o
 _ODD = r"\$'(?:\\.|[^'\\])*'|\$\[[^][]*\]"  # `$'a\tb'`, and a sum as it once was written
 INNER = rf"[$<>]\({DEEP}*+\)|{_ODD}|\$\{{{NESTED}*+\}}|`[^`]*`|\"(?:\\.|{_VALUE}|[^\"\\])*+\"|'[^']*'|\\."
 _TOKEN = re.compile(
-    r"\\(?P<join>[^\S\n]*)\n"  # blanks behind the backslash are meant as none
+    r"\\(?P<join>[^\S\n]*)(?:\n|\Z)"  # blanks behind the backslash are meant as none
     r"|(?P<comment>(?<![^\s;&|(])#[^\n]*)"
     r"|<<(?P<dash>-?)[^\S\n]*(?P<end>(?:'[^'\n]*'|\"[^\"\n]*\"|\\.|[^\s'\"\\;&|<>()#])+)"
     rf"|(?P<open>(?<![^\s;]){NAME}\+?=\()"

@@ -274,6 +274,13 @@ def test_what_stands_behind_the_end_of_a_command_is_not_passed(tmp_path: Path) -
     assert listed(found, UNKNOWN) == ["--fp16", "--lr"] and found.job["precision"]["compute"] == "fp32"
 
 
+@pytest.mark.parametrize("end", ["\\", "\\ ", "\\\n", "\\\\"])
+def test_a_last_line_may_go_on_to_none(tmp_path: Path, end: str) -> None:
+    (tmp_path / "x.sh").write_text(f"printf '%s\\n' run --x 4 --d {end}")
+    done = subprocess.run(["bash", str(tmp_path / "x.sh")], capture_output=True, text=True, check=True)
+    assert read_shell(f"run --x 4 --d {end}", FORM, "x.sh").command == done.stdout.split()
+
+
 def test_a_list_of_arguments_may_have_one_a_line(tmp_path: Path) -> None:
     assert (
         layers(tmp_path, "--hidden-size 64\n--num-layers 3 # three\n\n--num-attention-heads 4\n--seq-length 64\n") == 3
