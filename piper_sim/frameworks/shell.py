@@ -128,8 +128,7 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) ->
     job.integers |= {m[0] for w in words if "i" in flags and (m := re.match(NAME, w))}
     sets = list(takewhile(bool, map(_ASSIGN.fullmatch, words)))
     words = words[len(sets) :]
-    found, own = _arguments(job, words, not read_twice), {}
-    found = _read_twice(job, found, source) if read_twice else found
+    found, own = _read_twice(job, _text(job, words), source) if read_twice else _arguments(job, words), {}
     for m in filter(None, (*sets, *map(_ASSIGN.fullmatch, unsaid))):
         if words and UNSET not in m[4]:  # `A=1 run $A`, which knows no such A
             own[m[1]] = " ".join(_value(job, m, source)[0])
@@ -138,21 +137,27 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) ->
     return [] if _given(job, found) else found, own
 
 
-def _arguments(job: ShellJob, words: Sequence[str], split: bool = True) -> list[str]:
+def _arguments(job: ShellJob, words: Sequence[str]) -> list[str]:
     """Words expanded, without `2>&1` and `> log`."""
     away = {i for i, w in enumerate(words) if _REDIRECTION.match(w)}
     away |= {i + 1 for i in away if words[i].endswith((">", "<", ">&"))}
-    return [w for i, word in enumerate(words) if i not in away for w in expanded(job, word, split)]
+    return [w for i, word in enumerate(words) if i not in away for w in expanded(job, word)]
 
 
-def _read_twice(job: ShellJob, words: Sequence[str], source: tuple[FileErrors, str]) -> list[str]:
-    """Words that a shell reads as commands, expanded again: those of the command with most options."""
+def _text(job: ShellJob, words: Sequence[str]) -> str:
+    """What `eval` reads: its words, of which those that are not quoted are one line."""
+    found = ((w, x) for w in words for x in expanded(job, w, split=False))
+    return " ".join(x if w[0] in "\"'" else x.replace("\n", " ") for w, x in found)
+
+
+def _read_twice(job: ShellJob, text: str, source: tuple[FileErrors, str]) -> list[str]:
+    """A text that a shell reads as commands, expanded again: words of the command with most options."""
+    commands = [[""]]
     try:
-        again = _split(" ".join(words), *source)
+        for word in (w for x in statements(text) for w in (*_split(x.line, *source), ";")):
+            commands = [*commands, []] if word in _ENDS else [*commands[:-1], [*commands[-1], word]]
     except PiperError:
-        return [*words]
-    ends = [i for i, w in enumerate(again) if w in _ENDS]
-    commands = [again[a + 1 : b] for a, b in zip([-1, *ends], [*ends, len(again)], strict=True)]
+        return list(split_words(text))
     return _arguments(job, max(commands, key=lambda c: sum(w.startswith("--") for w in c)))
 
 
@@ -240,13 +245,16 @@ def _assign(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str], exp
         job.exports[name] = job.variables[name]
 
 
-def _unwrapped(job: ShellJob, words: list[str], own: dict[str, str], source: tuple[FileErrors, str]) -> list[str]:
-    """`bash -c "…"`, which knows what is exported, and words that hold a whole command, split."""
+def _unwrapped(
+    job: ShellJob, words: list[str], own: dict[str, str], source: tuple[FileErrors, str], depth: int = 0
+) -> list[str]:
+    """`bash -c "…"`, which knows what is exported, and words that hold a whole command, split. depth: of one in one."""
     known = {k: v for k, v in job.variables.items() if k in job.exports or k.startswith("SLURM_")} | own
     out: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
-        if " " in word and before in ("-c", "-lc"):
-            out += _read_twice(ShellJob(variables=known), [word], source)
+        if " " in word and before in ("-c", "-lc") and depth < 3:
+            inner = _read_twice(ShellJob(variables=known), word, source)
+            out += _unwrapped(job, inner, own, source, depth + 1)
         else:
             out += split_words(word) if " " in word and _COMMAND.search(word) else [word]
     return out
@@ -288,7 +296,7 @@ def started(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """
     place, part, by = "launcher", list[str](), ""
     for word in words:
-        name = word.rpartition("/")[2]
+        name = word.replace(MAYBE_SET, "").rpartition("/")[2]
         by = name if _LAUNCHERS.fullmatch(name) else by
         found = "wrapper" if name in _WRAPPERS else "launcher" if by == name else place
         if found != place:

@@ -176,6 +176,8 @@ READ = [  # lines parted by ~
     'A=("a b" c)~run --x "${A[*]}" --d',
     "CMD='run --n $N --m \"a b\" --d'~N=5~eval $CMD",
     "CMD='true && run --n 4 --d 2>&1 | cat'~eval \"$CMD\"",
+    "CMD='run~--x 4~--d'~eval $CMD",
+    "CMD='A=1~run --x 4 \\~ --d # --y~true'~eval \"$CMD\"",
     "X=\"--x 4 --y 'a b'\"~eval run $X --d",
     "declare -i N=2+3~N+=1~run --n $N --d",
     'run --x="4 - 5" --d',
@@ -262,6 +264,22 @@ def test_the_command_that_trains_is_read_and_another_one_is_said(tmp_path: Path)
 def test_a_shell_within_knows_what_is_exported() -> None:
     text = "N=4\nexport M=8\nrun bash -c 'go --n $N --m $M'"
     assert read_shell(text, FORM, "x.sh").command == ["run", "bash", "-c", "go", "--n", UNSET, "--m", "8"]
+
+
+def test_a_shell_within_a_container_within_a_shell_is_read(tmp_path: Path) -> None:
+    inner = "\\\n cd /x; N=1 \\\n" + LAUNCH.format("--num-layers 4").replace("torchrun", "torchrun --nnodes 2")
+    text = "if docker ps; then export run=docker; else export run=podman; fi\n#SBATCH --nodes=2\n"
+    text += f"srun bash -c '$run run --gpus 4 -v a:b img /bin/bash -c \"{inner} 2>&1 | tee log; \\\n date\"'\n"
+    found = imported(tmp_path, text)
+    assert layers(tmp_path, text) == 4 and not listed(found, UNKNOWN)
+    assert (found.job["cluster"]["nodes"], found.job["cluster"]["gpus_per_node"]) == (2, 8)
+
+
+def test_lines_that_a_shell_reads_are_commands(tmp_path: Path) -> None:
+    text = f"srun bash -c '\npip install x --no-deps\n{LAUNCH.format('--num-layers 4')} \\\n --bf16 # --fp16\ndate\n'\n"
+    found = imported(tmp_path, text)
+    assert layers(tmp_path, text) == 4 and not listed(found, UNKNOWN)
+    assert found.job["precision"]["compute"] == "bf16"
 
 
 def test_here_documents_are_files_and_a_quoted_end_keeps_them_as_they_are() -> None:
