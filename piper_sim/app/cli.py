@@ -11,10 +11,13 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest, printable, usage_error
 from piper_sim.app.ending import abandon, open_streams, told, unexpected, unwinding
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 COMMANDS: Mapping[str, str] = _TABLE["commands"]
@@ -29,9 +32,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise self.refusal(message)
 
-    def _print_message(self, message: str, file: Any = None) -> None:
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """Its help, as any answer: argparse passes over what a full disk has lost."""
-        print(message, end="", file=file or sys.stderr, flush=True)
+        (file or sys.stderr).write(message)
+        sys.stdout.flush()
 
     def refusal(self, message: str) -> PiperError:
         """argparse's sentence as an error that names the flag, what it takes and the nearest fix."""

@@ -76,6 +76,7 @@ def _followed(
     """Follow the commands of one statement. Returns whether the script ends there, behind its launch."""
     joined = ";"
     while words:
+        begins = joined == "("
         ends = _ENDS - {")"} if branches.patterns else _ENDS
         end = next((i for i, w in enumerate(words) if w in ends), len(words))
         here, runs = branches.step(words[:end], joined)
@@ -88,6 +89,8 @@ def _followed(
             job.locals += [(branches.groups, name, job.variables.get(name)) for name in names]
         joined = words[end] if end < len(words) else ";"
         words = words[end + 1 :]
+        if begins or (here and here[0][0] == "(" and here[0][:2] != "(("):  # whose variables end with it
+            job.shells.append((len(branches.blocks), (job.variables.copy(), job.arrays.copy(), job.exports.copy())))
         job.maybe = runs is MAYBE
         command, own = _command(job, here, source) if runs is not NO else ([], {})
         if command:
@@ -98,6 +101,9 @@ def _followed(
         if runs is not NO and whole.target:
             body = whole.body if whole.literal else substituted(job, whole.body)
             job.files[substituted(job, whole.target)] = body.replace(MAYBE_SET, "")
+        ended = joined == ")" or (here and here[-1][-1] == ")" and "(" not in here[-1][1:])
+        if ended and job.shells and job.shells[-1][0] == len(branches.blocks):
+            job.variables, job.arrays, job.exports = job.shells.pop()[1]
         if joined == ";;":
             branches.arm_ends()
         if runs is YES and command[:1] == ["exit"] and _looks(job.command)[0] and not branches.groups:

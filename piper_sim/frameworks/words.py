@@ -31,8 +31,8 @@ class ShellJob:
     files: what it writes by itself (`cat <<EOF > ds.json`). lost: arguments behind a comment or an empty line that ends
     the launch; others: commands that train, too. arrays: variables that are some, and `@` where `set --` gave its
     words; integers: those that hold sums; locals: variables that end with a function, how deep it lies, and their value
-    outside; called: whether we stand in one; maybe: whether what is read may not run. found: the words of all commands;
-    letters: of them, and of all variables' values.
+    outside; called: whether we stand in one; shells: `(` that are open, how deep, and what they leave as it was; maybe:
+    whether what is read may not run. found: the words of all commands; letters: of them, and of all variables' values.
     """
 
     command: list[str] = field(default_factory=list)
@@ -47,6 +47,7 @@ class ShellJob:
     called: bool = False
     integers: set[str] = field(default_factory=set)
     locals: list[tuple[int, str, str | None]] = field(default_factory=list)
+    shells: list[tuple[int, tuple[dict[str, str], set[str], dict[str, str]]]] = field(default_factory=list)
     found: list[list[str]] = field(default_factory=list)
     others: int = 0
     letters: int = 0

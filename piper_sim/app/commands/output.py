@@ -9,6 +9,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 from ir.core.errors import ErrorKind, PiperError, printable, usage_error
 from ir.job import Job
@@ -62,16 +63,17 @@ def show(renderable: object) -> None:
 
     No number of it is cut: lines that a narrow terminal does not hold, the terminal itself wraps.
     """
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.measure import Measurement
     from rich.segment import Segment, Segments
     from rich.text import Text
 
     columns = None if sys.stdout.isatty() else max(width(), 120)
     console = Console(width=columns, highlight=False, markup=False, emoji=False)
-    takes = Measurement.get(console, console.options.update(max_width=WIDEST), renderable)  # type: ignore[arg-type]
+    given = cast(RenderableType, renderable)
+    takes = Measurement.get(console, console.options.update(max_width=WIDEST), given)
     console.width = max(console.width, takes.maximum if isinstance(renderable, Text) else takes.minimum)
-    drawn = console.render(renderable)  # type: ignore[arg-type]
+    drawn = console.render(given)
     with console.capture() as written:  # which would end the process with 1 where a reader has left
         console.print(Segments([Segment(printable(text), style, codes) for text, style, codes in drawn]), end="")
     sys.stdout.write(written.get())
