@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 from piper_sim.frameworks.statements import DEEP, INNER, NAME, NESTED
 from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET, changed, number
@@ -17,7 +18,7 @@ _REFERENCE = re.compile(
 _BAG = r"(?i:[A-Z_]*(?:ARGS|ARGUMENTS|OPTS?|OPTIONS|FLAGS|EXTRA|PARAMS)[A-Z_]*)"
 _ARGUMENTS = re.compile(rf'"?\$(?:[@*]|\{{[@*][^{{}}]*\}}|\{{?(?P<bag>{_BAG})(?:\[[@*]\])?(?::?-)?\}}?)"?')
 _PIECE = re.compile(rf"\$(?=\")|{INNER}|(?:[^\s\"'`\\$]|\$(?![('\"]))+", re.DOTALL)
-_BRACES = re.compile(rf"((?:{INNER}|[^{{\"'`\\$]|\$(?!\{{))*?)\{{({NESTED}*+)\}}(.*)", re.DOTALL)
+_BRACES = re.compile(rf"((?>{INNER}|[^{{\"'`\\$]|\$(?!\{{))*?)\{{({NESTED}*+)\}}(.*)", re.DOTALL)
 _PART = re.compile(rf"{INNER}|\{{{NESTED}*+\}}|.", re.DOTALL)
 _RANGE = re.compile(r"(-?(?:0|[1-9]\d{0,5}))\.\.(-?(?:0|[1-9]\d{0,5}))")
 _ESCAPED = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}  # of `$'…'`
@@ -130,8 +131,8 @@ def expanded(job: ShellJob, word: str, split: bool = True) -> list[str]:
     >>> expanded(job, '--x="$A"'), expanded(job, "$A"), expanded(job, "'$A'"), expanded(job, '"${A[@]}"')
     (['--x=1 2'], ['1', '2'], ['$A'], ['1', '2'])
     """
-    if split and (many := list(braced(word))) != [word]:
-        return [x for one in many for x in expanded(job, one)]
+    if split and (many := list(islice(braced(word), MOST_BRACES))) != [word]:
+        return [x for one in many for x in expanded(job, one)] if len(many) < MOST_BRACES else [ANSWER]
     if bag := _ARGUMENTS.fullmatch(word[:99]):
         value = UNSET if job.called and not bag["bag"] else job.variables.get(bag["bag"] or "@", UNSET)
         if UNSET in value and not value.strip(UNSET + MAYBE_SET + " "):
@@ -175,7 +176,7 @@ def braced(word: str) -> Iterator[str]:
     >>> list(braced("a{1..3}{x,y}")), list(braced("${N}-'{1,2}'"))
     (['a1x', 'a1y', 'a2x', 'a2y', 'a3x', 'a3y'], ["${N}-'{1,2}'"])
     """
-    m = _BRACES.match(word[:MOST_BRACES])
+    m = _BRACES.match(word) if word.count("{") < 20 else None
     if m is None or not m[2]:
         yield word
         return

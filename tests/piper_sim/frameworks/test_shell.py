@@ -303,6 +303,13 @@ def test_a_last_line_may_go_on_to_none(tmp_path: Path, end: str) -> None:
     assert read_shell(f"run --x 4 --d {end}", FORM, "x.sh").command == done.stdout.split()
 
 
+@pytest.mark.parametrize("word", ["{a,b}" * 18, "{1..999}{1..999}{1..999}", "{1..99999}"])
+def test_braces_that_are_more_words_than_anybody_passes_are_marked(word: str) -> None:
+    found = read_shell(f"run --x {word} --d", FORM, "x.sh").command
+    assert len(found) == 4 and UNSET in found[2]
+    assert read_shell("run " + "$(a)" * 200 + "{ --d", FORM, "x.sh").command[2:] == ["--d"]
+
+
 def test_a_list_of_arguments_may_have_one_a_line(tmp_path: Path) -> None:
     assert (
         layers(tmp_path, "--hidden-size 64\n--num-layers 3 # three\n\n--num-attention-heads 4\n--seq-length 64\n") == 3
