@@ -27,7 +27,7 @@ _SAME, _ORDERS = {"=", "=="}, {"<": "-lt", ">": "-gt", "<=": "-le", ">=": "-ge",
 _ORDERED = {*_ORDERS.values()}  # named as Python's operators are
 _UNSET_NAME = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 _LOOPS = {"while", "until", "for", "select"}
-_FUNCTION = re.compile(r"function ([\w:.-]+)(?: ?\(\))? \{|([\w:.-]+) ?\(\) \{")
+_FUNCTION = re.compile(r"(?:function ([\w:.-]+)(?: ?\(\))?|([\w:.-]+) ?\(\)) \{(?: |$)")
 
 
 @dataclass

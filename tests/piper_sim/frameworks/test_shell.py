@@ -303,6 +303,11 @@ def test_a_last_line_may_go_on_to_none(tmp_path: Path, end: str) -> None:
     assert read_shell(f"run --x 4 --d {end}", FORM, "x.sh").command == done.stdout.split()
 
 
+@pytest.mark.parametrize("line", ["f() {x", "function f {{a", "f () {N=1", "f() {$(a)"])
+def test_a_function_whose_brace_is_no_word_is_none(tmp_path: Path, line: str) -> None:
+    assert layers(tmp_path, f"{line}\n{LAUNCH.format('--num-layers 4')}\n") == 4
+
+
 @pytest.mark.parametrize("word", ["{a,b}" * 18, "{1..999}{1..999}{1..999}", "{1..99999}"])
 def test_braces_that_are_more_words_than_anybody_passes_are_marked(word: str) -> None:
     found = read_shell(f"run --x {word} --d", FORM, "x.sh").command
