@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ir.core.errors import PiperError, job_error
 from ir.core.ops import Pass
-from ir.core.work import DType, Kernel, KernelKind, Message, MessageKind, Work
+from ir.core.work import WEIGHT_GRAD, DType, Kernel, KernelKind, Message, MessageKind, Work
 from ir.workload.captured_file import CapturedChunk, CapturedLayerPart, CapturedModelFile, read_captured
 from ir.workload.config.spec import ExpertConfig, ModelConfig
 from ir.workload.params import local_numel
@@ -201,7 +201,7 @@ class CapturedModelWork:
         return PartWork(
             forward=p.passes.F.work,
             input_grad=p.passes.I.work,
-            weight_grad=p.passes.W.work,
+            weight_grad=tuple(_of_weights(k) for k in p.passes.W.work),
             out_bytes=p.output_bytes,
             saved=tuple(s for s in saved if s.bytes),
             stash_bytes=p.stash_bytes,
@@ -233,6 +233,13 @@ class CapturedModelWork:
     def weight_formats(self, gathered: bool = False) -> tuple[DType, DType]:
         """One: a module computes in its parameters' format."""
         return self.model.found.dtype, self.model.found.dtype
+
+
+def _of_weights(kernel: Kernel) -> Kernel:
+    """A kernel of W, by name: a product there sums over tokens, whose number is no row's length."""
+    if kernel.kind not in (KernelKind.GEMM, KernelKind.GROUPED_GEMM):
+        return kernel
+    return replace(kernel, label=f"{kernel.label}{WEIGHT_GRAD}")
 
 
 def load_captured(path: str | Path) -> CapturedModel:

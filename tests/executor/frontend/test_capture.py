@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from cost_models.compute.roofline import aligned
 from executor.frontend import capture
 from executor.frontend.measure import without_values
 from executor.modules.decoder import DecoderModel
@@ -46,8 +47,8 @@ NET = str(Path(small_net.__file__))
 
 
 @cache
-def _described(preset: str, layers: int, length: int) -> str:
-    config = load_config(preset, {"num_hidden_layers": layers})
+def _described(preset: str, layers: int, length: int, **more: int) -> str:
+    config = load_config(preset, {"num_hidden_layers": layers, **more})
     with without_values():
         model = DecoderModel(config, dtype=torch.bfloat16)
         return capture.text(capture.describe(model, preset, length, 1, DType.BF16))
@@ -101,6 +102,18 @@ def test_what_is_kept_between_passes_is_the_config_graphs_within_a_percent(tmp_p
 def _stays(node: GraphNode, slot: str) -> bool:
     """Whether a buffer lives until backward inside its chunk: an attention's output is read again by the MLP's norm."""
     return slot in ("act", "tmp", "stash") or (slot == "out" and node.part.endswith((".attn", ".norm")))
+
+
+@pytest.mark.parametrize("words", [50257, 50304])
+def test_rows_of_products_are_as_long_as_there_are_features_not_tokens(words: int, tmp_path: Path) -> None:
+    """Whether they begin at 16 bytes: 50,257 words in bf16 do not; 820 tokens would not, but are no row."""
+    (tmp_path / "model.json").write_text(_described("llama3-8b", 1, 820, vocab_size=words))
+    path = tmp_path / "graph.toml"
+    path.write_text(JOB.format(model='graph = "model.json"', length=820))
+    nodes = prepare(load_job(str(path), ("parallel.pp=1",))).base.nodes
+    for kind in (Pass.F, Pass.I, Pass.W):
+        products = [(n.part, k) for n in nodes if n.kind is kind for k in n.work if k.kind is KernelKind.GEMM]
+        assert {("head" in part, aligned(k)) for part, k in products} == {(True, words == 50304), (False, True)}
 
 
 @pytest.mark.parametrize(
