@@ -37,6 +37,8 @@ ATTENTION: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
 }
 
+PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+THIN = 32  # terms, rows or columns: too few FLOPs a byte for any device's arithmetic to be what it waits for
 OVERWRITES = ("copy_", "fill_", "zero_")
 SCATTERS = ("scatter_", "scatter_add_", "index_put_", "index_add_")
 # What torch tags neither as pointwise nor as a reduction, though a compiler makes loops of it.
@@ -75,12 +77,21 @@ def kernel_of(
     if len(factors) < 2 or not flops:
         return Kernel(KernelKind.MEMORY, flops, moved, dtype, (), name)
     a, b = factors
+    if packet in PRODUCTS and _thin(a, b):
+        return Kernel(KernelKind.MEMORY, flops, moved, dtype, (), name)
     if packet in (_aten.mm, _aten.addmm):
         return Kernel(KernelKind.GEMM, flops, moved, dtype, (a.shape[0], b.shape[1], a.shape[1]), name)
     if packet in (_aten.bmm, _aten.baddbmm):
         shape = (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
         return Kernel(KernelKind.GROUPED_GEMM, flops, moved, dtype, shape, name)
     return Kernel(KernelKind.MEMORY, flops, moved, dtype, (), name)
+
+
+def _thin(a: Tensor, b: Tensor) -> bool:
+    """Whether a product is a loop that moves bytes: two sizes of each of a batch are small, or one beside large ones
+    whose format no tensor core takes."""
+    small, second, _ = sorted((*a.shape[-2:], b.shape[-1]))
+    return second <= THIN if a.dim() > 2 else small <= THIN < THIN**2 <= second and a.dtype is torch.float32
 
 
 def _grouped(a: Tensor, b: Tensor, moved: int, dtype: DType, groups: int) -> Kernel:
@@ -111,6 +122,8 @@ def rewritten(func: Any, args: Sequence[Any]) -> list[Tensor]:
 
 def _moved(packet: Any, name: str, read: Sequence[Tensor], wrote: Sequence[Tensor]) -> Sequence[Tensor]:
     """What is read and written. A gather reads the rows it wants, no others; a scatter in place touches those alone."""
+    if of_a_shape(name):
+        return wrote
     if packet in GATHERS:
         return (*wrote, *wrote, *read[1:])
     if name in SCATTERS:
@@ -120,14 +133,26 @@ def _moved(packet: Any, name: str, read: Sequence[Tensor], wrote: Sequence[Tenso
     return (*read, *wrote)
 
 
+def of_a_shape(name: str) -> bool:
+    """Whether a call reads no values of what it is given.
+
+    >>> [of_a_shape(name) for name in ("zeros_like", "new_full", "add")]
+    [True, True, False]
+    """
+    return name.startswith("new_") or name.endswith("_like")
+
+
 def looped(func: Any, args: Sequence[Any], read: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[KernelForm, int]:
     """What a compiler's loops can do with a call, and the elements that they go over.
 
-    >>> x = torch.zeros(4, 8)
+    >>> x, y = torch.zeros(64, 128), torch.zeros(4, 4)
     >>> [looped(f, (x, *more), [x], [out])[0].value for f, more, out in (
-    ...     (_aten.neg.default, (), x), (_aten.sum.dim_IntList, ([1],), x[:, 0]), (_aten.sum.dim_IntList, ([0],), x[0]),
-    ...     (_aten.mm.default, (x.T,), x @ x.T))]
-    ['elements', 'rows', 'columns', 'apart']
+    ...     (_aten.neg.default, (), x), (_aten.sum.dim_IntList, ([1],), x[:, 0]),
+    ...     (_aten.sum.dim_IntList, ([0],), x[0]))]
+    ['elements', 'rows', 'columns']
+    >>> a, b = torch.zeros(2, 4, 4), torch.zeros(2, 4, 64)
+    >>> [looped(_aten.bmm.default, (), [l, r], [l @ r])[0].value for l, r in ((b.mT, b), (a, b), (b, b.mT))]
+    ['apart', 'elements', 'rows']
     """
     name = func.overloadpacket.__name__
     plain, over = name.rstrip("_") if name.endswith("_") else name, max((t.numel() for t in read), default=0)
@@ -136,6 +161,12 @@ def looped(func: Any, args: Sequence[Any], read: Sequence[Tensor], made: Sequenc
     if plain in ROWS:
         grads = next((a for a in reversed(args) if isinstance(a, list) and all(isinstance(x, bool) for x in a)), [True])
         return (KernelForm.ROWS if grads[0] else KernelForm.COLUMNS), over
+    if func.overloadpacket in PRODUCTS and _thin(*(factors := [t for t in read if t.dim() >= 2][-2:])):
+        large = max((made[0], *factors), key=lambda t: t.numel())
+        if large is made[0]:
+            return KernelForm.ELEMENTS, large.numel()
+        along = large.stride(-1 if large is factors[0] else -2)
+        return (KernelForm.ROWS if along == 1 else KernelForm.COLUMNS), large.numel()
     if torch.Tag.reduction in func.tags and read:
         dims = args[1] if len(args) > 1 and isinstance(args[1], int | list) else []
         inner = [read[0].stride(d) == 1 for d in ([dims] if isinstance(dims, int) else dims)]

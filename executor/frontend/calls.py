@@ -20,12 +20,15 @@ class KernelForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KernelRead:
-    """A value that a call reads. view: which stretch of it; bytes: of that, 0 where it only writes; whole: of all."""
+    """A value that a call reads. view: which stretch of it; bytes: of that, 0 where it only writes; whole: of all.
+    given: it was there before the pass, as parameters are. tensor: its number, -1 where nobody saw it made."""
 
     value: int
     view: object
     bytes: int
     whole: int
+    given: bool = False
+    tensor: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def capture(
     if ep > 1 and not model.routed:
         raise job_error("parallel.ep", "no module is tagged as experts", 'tags = { EP = "model.layers.*.mlp.experts" }')
     for unit, measured in whole.items():
-        flops, (chunk, _, part) = sum(k.flops * k.count for k in measured.forward.work), unit.partition(".")
+        flops, (chunk, _, part) = _model_flops(measured.forward), unit.partition(".")
         entry = next(c for c in found["chunks"] if c["name"] == chunk)
         piece = next((p for p in entry.get("pieces", ()) if p["name"] == part), entry)
         found["parts"][piece["part"]]["model_flops"] = flops
@@ -262,7 +262,12 @@ def _part(m: PartMeasure, read_next: str, *, inside: bool, compiled: bool) -> Js
         },
         "stash_bytes": sum(m.stash),
         "passes": {n: _pass(p, compiled) for n, p in zip("FIW", (m.forward, m.input_grad, m.weight_grad), strict=True)},
+        **({"model_flops": _model_flops(m.forward)} if m.forward.hidden else {}),
     }
+
+
+def _model_flops(p: PassMeasure) -> int:
+    return sum(k.flops * k.count for k in p.compiled) - p.hidden
 
 
 def _pass(p: PassMeasure, compiled: bool) -> Json:

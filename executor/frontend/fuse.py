@@ -11,14 +11,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from executor.frontend.calls import KernelCall, KernelForm, KernelRead, grouped
+from executor.frontend.masks import Left, whole
+from executor.frontend.scores import unstored
 from ir.core.work import Kernel, Work
 
 LONGEST = 80  # of a label
 LONG_ROW = 2**14  # elements: a row that is summed up no longer lies in a cache when its elements are read again
 
 
-def fused(passes: Sequence[Sequence[KernelCall]], wanted: Sequence[Collection[int]]) -> list[Work]:
-    """The kernels of each pass, of calls in their order. wanted: the values that each hands out.
+def fused(passes: Sequence[Sequence[KernelCall]], wanted: Sequence[Collection[int]], left: Left = whole) -> list[Work]:
+    """The kernels of each pass, of calls in their order. wanted: the values that each hands out. left: what the mask of
+    a number leaves.
 
     >>> from ir.core.work import KernelKind
     >>> def call(name, read, wrote):
@@ -28,7 +31,7 @@ def fused(passes: Sequence[Sequence[KernelCall]], wanted: Sequence[Collection[in
     >>> [(k.label, k.bytes) for k in fused([calls], [{2}])[0]], [k.bytes for k in fused([calls], [{1, 2}])[0]]
     ([('neg+exp', 16)], [24])
     """
-    found = _Fusion([grouped(calls) for calls in passes], wanted)
+    found = _Fusion(unstored([grouped(calls) for calls in passes], wanted, left), wanted)
     found.recompute()
     return [tuple(found.kernels(p)) for p in range(len(passes))]
 

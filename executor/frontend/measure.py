@@ -49,12 +49,13 @@ def _none() -> tuple[Message, ...]:
 class PassMeasure:
     """One pass. workspace: bytes alive only while it runs, beside what was there, what it returns and leaves behind.
     messages: what it exchanges with ranks that share its work, in their order. work: its kernels one by one, as eager
-    mode has them; compiled: as a compiler would fuse them."""
+    mode has them; compiled: as a compiler would fuse them; hidden: FLOPs of these on what a mask hides."""
 
     work: Work
     workspace: int
     messages: tuple[Message, ...] = ()
     compiled: Work = ()
+    hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ def measure(
 ) -> PartMeasure:
     """Run F, I and W of one unit on inputs of these shapes, inside the fake mode that its weights were made in.
 
-    messages: asked for those noted since it was last asked. inward: whether inputs have gradients. backward: else F
-    alone is run, of whose kernels no compiler is asked.
+    messages: asked for those noted since it was last asked. inward: whether inputs have gradients. backward: or F only.
     """
     with StorageKernels([*_constants(module), *(e for e in extras if isinstance(e, Tensor))]) as t:
         due = set[int]()  # what W hands out
@@ -104,9 +104,10 @@ def measure(
         t.take()
         outs = list(run.forward(module, *acts, extras=extras))
         first, out = t.take(), t.holds(outs)
-        forward = PassMeasure(first.work, first.peak - t.now, messages())
+        forward, t.backward = PassMeasure(first.work, first.peak - t.now, messages()), True
         mine, sizes = t.of(outs), tuple((tuple(o.shape), o.dtype) for o in outs)
         if not backward:
+            forward = replace(forward, compiled=fused([first.calls], [out], t.masks.share)[0], hidden=t.hidden)
             return PartMeasure(forward, none := PassMeasure((), 0), none, sizes, t.bytes(mine))
         acts.clear()
         outs.clear()
@@ -126,11 +127,11 @@ def measure(
     def until(serials: Iterable[int]) -> tuple[str, ...]:
         return tuple("" if k not in saved else "W" if k in held else "I" for k in serials)
 
-    compiled = fused([first.calls, second.calls, third.calls], [out, back, due])
+    made = fused([first.calls, second.calls, third.calls], [out, back, due], t.masks.share)
     return PartMeasure(
-        replace(forward, compiled=compiled[0]),
-        replace(input_grad, compiled=compiled[1]),
-        replace(weight_grad, compiled=compiled[2]),
+        replace(forward, compiled=made[0], hidden=t.hidden),
+        replace(input_grad, compiled=made[1]),
+        replace(weight_grad, compiled=made[2]),
         sizes,
         t.bytes(mine),
         t.bytes(own - held),

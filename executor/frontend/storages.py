@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from executor.device.memory import OpWatch
-from executor.frontend.aten import OVERWRITES, kernel_of, looped, rewritten, touched
+from executor.frontend.aten import OVERWRITES, kernel_of, looped, of_a_shape, rewritten, touched
 from executor.frontend.calls import KernelCall, KernelRead
-from ir.core.work import Kernel, Work
+from executor.frontend.masks import KernelMasks
+from ir.core.work import Kernel, KernelKind, Work
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class StorageKernels(OpWatch):
         self.values: list[int] = []  # what each storage holds: another number when it has been written again
         self.written = 0
         self.now = self.peak = 0
+        self.masks, self.backward, self.hidden = KernelMasks(), False, 0
         for tensor in given:
             self._see(tensor, _Role.GIVEN)
 
@@ -60,10 +62,12 @@ class StorageKernels(OpWatch):
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         known = [self._find(t) for t in read]
         depends = any(k is None or self.facts[k].role is not _Role.CONSTANT for k in known)
-        reads = tuple(self._read(t) for t in read)
+        reads = () if of_a_shape(func.overloadpacket.__name__) else tuple(self._read(t) for t in read)
         out = func(*args, **kwargs)
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         fresh = [t for t in made if self._see(t, _Role.MADE if depends else _Role.CONSTANT) not in known]
+        if not self.backward:
+            self.masks.note(func, args, kwargs, out, lambda t: self._see(t, _Role.MADE))
         if (kernel := kernel_of(func, args, kwargs, out, read, fresh)) is not None:
             self.work.append(kernel)
             again = rewritten(func, args)
@@ -75,6 +79,7 @@ class StorageKernels(OpWatch):
                 if again and func.overloadpacket.__name__ in OVERWRITES:
                     reads = (replace(reads[0], bytes=0), *reads[1:])
                 many = max((t.numel() for t in made), default=0)
+                kernel = self._masked(kernel, kwargs)
                 self.calls.append(KernelCall(kernel, form, size, many, reads, writes))
         return out
 
@@ -121,7 +126,21 @@ class StorageKernels(OpWatch):
     def _read(self, tensor: Tensor) -> KernelRead:
         storage = tensor.untyped_storage()
         view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        return KernelRead(self._holds(tensor), view, touched(tensor), storage.nbytes())
+        given = self.facts[self._see(tensor, _Role.MADE)].role is _Role.GIVEN
+        number = self.masks.number(tensor)
+        return KernelRead(self._holds(tensor), view, touched(tensor), storage.nbytes(), given, number)
+
+    def _masked(self, kernel: Kernel, kwargs: dict[str, Any]) -> Kernel:
+        """Attention without the pairs that a mask hides. What values pick for each query no kernel leaves out where
+        each head has its own keys: it is hidden from the model's FLOPs alone."""
+        if kernel.kind is not KernelKind.ATTENTION or not isinstance(mask := kwargs.get("attn_mask"), Tensor):
+            return kernel
+        number = self.masks.number(mask)
+        flops = int(kernel.flops * self.masks.share(number))
+        if not self.masks.picked(number):
+            return replace(kernel, flops=flops)
+        self.hidden += 0 if self.backward else kernel.flops - flops
+        return kernel
 
     def _find(self, tensor: Tensor) -> int | None:
         k = self.serial.get(id(storage := tensor.untyped_storage()))

@@ -16,9 +16,11 @@ from executor.frontend.capture import capture, text
 from executor.frontend.measure import PartMeasure, survey, without_values
 from executor.modules.base import BuiltChunks, example_extra
 from executor.modules.user.model import UserModel
+from experiments.captured import shortened
 from ir.core.work import DType, KernelKind, Work
 from ir.job import load_job
 from ir.workload import load_config
+from ir.workload.config.load import raw_config
 from piper_sim.study.predict import predict
 from tests.executor.modules.hub import quiet
 
@@ -29,6 +31,13 @@ WIDE: dict[str, Any] = {
 MIXTRAL = {"num_experts_per_tok": 2, "num_local_experts": 8}
 QWEN3_MOE = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 4096, "norm_topk_prob": True}
 DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+BLOOM = {"vocab_size": 32000, "hidden_size": 4096, "n_layer": 4, "n_head": 32}
+INDEXED = {
+    "moe_intermediate_size": 2048, "n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 4, "topk_group": 2, "head_dim": 64,
+}  # fmt: skip
+V4 = {k: v for k, v in shortened(raw_config("deepseek-v4-flash")).items() if k != "model_type"}
 GPT2: dict[str, Any] = {"vocab_size": 32000, "n_embd": 3200, "n_layer": 4, "n_head": 25, "n_positions": 4096, **DROPS}
 CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", WIDE),
@@ -37,6 +46,10 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT2),
     "mixtral": ("MixtralConfig", {**WIDE, **MIXTRAL}),
     "qwen3_moe": ("Qwen3MoeConfig", {**WIDE, **QWEN3_MOE}),
+    "gpt_oss": ("GptOssConfig", {**WIDE, **GPT_OSS}),  # attention with sinks, in plain products
+    "bloom": ("BloomConfig", BLOOM),  # with numbers by distance, likewise
+    "deepseek_v4": ("DeepseekV4Config", V4),  # attention to a window, and to compressed keys that are picked
+    "deepseek_v32": ("DeepseekV32Config", {**WIDE, **INDEXED}),  # an indexer's scores
 }
 LENGTH = 4096
 BATCH = 2, 256
@@ -58,7 +71,7 @@ def _module(config: Any) -> nn.Module:
 
 
 def _layers(name: str) -> str:
-    return "transformer.h.*" if name == "gpt2" else "model.layers.*"
+    return "transformer.h.*" if name in ("gpt2", "bloom") else "model.layers.*"
 
 
 def _seconds(model: dict[str, Any], routed: bool) -> float:
@@ -70,7 +83,7 @@ def _seconds(model: dict[str, Any], routed: bool) -> float:
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_step_is_that_of_the_same_model_s_config(name: str, tmp_path: Path) -> None:
     """Within 8 %: masks known by a flag, elementwise kernels fused, experts as one product. In eager mode it is not."""
-    config, routed = _config(name), name in ("mixtral", "qwen3_moe")
+    config, routed = _config(name), name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v32", "deepseek_v4")
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     wanted = _seconds({"config": str(tmp_path / "config.json")}, routed)
     tags = {"PP": _layers(name)} | ({"EP": "model.layers.*.mlp.experts"} if routed else {})
