@@ -35,7 +35,7 @@ def shortened(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config with four layers, without prediction modules and dropout."""
     count = next((k for k in COUNTS if k in raw), COUNTS[0])
     out: dict[str, Any] = dict(raw)
-    out |= {k: v[:LAYERS] for k, v in raw.items() if isinstance(v, list) and len(v) == raw.get(count)}
+    out |= {k: v[:LAYERS] for k, v in raw.items() if isinstance(v, list | str) and len(v) == raw.get(count)}
     out |= {k: 0.0 for k, v in raw.items() if k.endswith(("pdrop", "dropout")) and v} | {count: LAYERS}
     if raw.get("first_k_dense_replace", 0) > 1:
         out["first_k_dense_replace"] = 1
