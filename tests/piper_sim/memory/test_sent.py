@@ -13,6 +13,7 @@ from piper_sim.memory.sent import given_up
 from piper_sim.memory.timeline import memory
 from piper_sim.pricing.prepare import hardware_of
 from piper_sim.study.predict import planned
+from piper_sim.study.search.bound import JobBounds
 
 HIDDEN, TOKENS = 64, 128
 MODEL = {"config": "tiny-llama", "seq_len": TOKENS, "hidden_size": HIDDEN, "num_attention_heads": 4, "head_dim": 16}
@@ -78,6 +79,37 @@ def test_what_its_own_stage_reads_stays():
     after = given_up(plan).buffers
     own = [k for k in range(len(after)) if (int(after.node[k]), int(after.slot[k])) in read]
     assert own and all(after.free[k] == plan.buffers.free[k] for k in own)
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev", "interleaved-1f1b"])
+def test_what_a_later_stage_of_the_same_rank_reads_stays(name):
+    """The last layer's output goes to the prediction module and to the head, of which one lies on its own rank."""
+    model = {"config": "nemotron-3-nano-30b-a3b", "seq_len": 128, "vocab_size": 256, "hidden_size": 64, "head_dim": 16}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 4, "hybrid_override_pattern": "ME*-", "n_groups": 4}
+    model |= {"num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_routed_experts": 8}
+    model |= {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    schedule = {"name": name, "microbatches": 4, "layout": "Et|ttt|m|L"}
+    job = {"model": model, "cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 2}, "parallel": {"pp": 2}}
+    job = load_job(job | {"schedule": schedule})
+    plan = planned(job, hardware_of(job)).plan
+    before, after, nodes = plan.buffers, given_up(plan).buffers, plan.graph.nodes
+    moved = np.flatnonzero(before.free != after.free)
+    assert len(moved)
+    for k in moved.tolist():
+        at = (int(before.node[k]), int(before.slot[k]))
+        readers = (
+            e.dst for e, data in zip(plan.graph.edges, plan.graph.data, strict=True) if data and (e.src, e.slot) == at
+        )
+        assert not any(plan.program[before.alloc[k]] in nodes[n].groups for n in readers), plan.buffer_name(k)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb1p", "dualpipev"])
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_search_s_bound_of_memory_stays_below(name, recompute, pp):
+    p = plan_of(name, pp=pp, layers=8, recompute=recompute, software="megatron-core")
+    found = JobBounds(p.hardware).of(p.prepared.job).device_bytes
+    assert 0 < found <= p.memory.peak.max() + p.context_bytes
 
 
 def test_one_rank_has_nothing_to_send():
