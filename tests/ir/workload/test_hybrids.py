@@ -103,6 +103,22 @@ def test_ling_weighs_each_head_of_latent_attention() -> None:
     assert (new["gate"], new["ungated"]) == ((4096 * heads * 2,), (out,))
 
 
+@pytest.mark.parametrize(
+    ("inline", "key"),
+    [
+        ({"num_expert_group": 7}, "num_expert_group"),
+        ({"num_expert_group": 512}, "num_expert_group"),
+        ({"topk_group": 9}, "topk_group"),
+        ({"num_experts_per_token": 300}, "num_experts_per_token"),
+    ],
+)
+def test_groups_of_experts_that_a_token_s_do_not_lie_in_are_refused_by_lings_keys(
+    inline: dict[str, object], key: str
+) -> None:
+    assert LING.moe is not None and (LING.moe.groups, LING.moe.top_groups) == (8, 4)
+    assert refusal(config_from, {**FAMILIES["bailing_hybrid"]["config"], **inline}, "x").key == key
+
+
 def test_kimis_layers_are_counted_from_one() -> None:
     def read(**table: object) -> ModelConfig:
         raw = dict(FAMILIES["kimi_linear"]["config"], layer_types=None, num_hidden_layers=4, mlp_layer_types=None)
