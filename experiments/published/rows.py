@@ -19,7 +19,7 @@ class Row:
     """One published run. seconds: of a step. memory: bytes allocated at the peak, by pipeline rank or of the FULLEST.
 
     job: None where it cannot be expressed, and `why` says why. failed: it crashed, or ran out of
-    memory or time: only whether it is said to fit is asked.
+    memory or time: only whether it is said to fit is asked. publisher: "" where the table has one only.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Row:
     memory: Mapping[int, float] = field(default_factory=dict)
     why: str = ""
     failed: bool = False
+    publisher: str = ""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def _row(told: Mapping[str, Any], line: Line) -> Row:
     found: Facts = {"seconds": float(seconds)} if seconds else {}
     if told["row"] in _ROWS:
         found |= _ROWS[told["row"]](line, job)
-    return Row(name, why=found["why"]) if "why" in found else Row(name, job, **found)
+    if "why" in found:
+        return Row(name, why=found["why"])
+    return Row(name, job, publisher=line.get("publisher") or told.get("publisher", ""), **found)
 
 
 def zero_bubble(line: Line, job: Table) -> Facts:

@@ -6,6 +6,7 @@ from statistics import median
 import msgspec
 
 from experiments.published.report import Found
+from experiments.published.rows import fitted
 from experiments.published.score import Score
 from piper_sim.study.sure import PublishedPrediction, quantile, weighted
 
@@ -16,7 +17,7 @@ def residual(table: str, s: Score) -> PublishedPrediction | None:
         return None
     memory = max(s.memory.values(), key=abs) if s.memory else None
     ratios = [None if e is None else 1 / (1 + e) for e in (s.time, memory)]
-    return PublishedPrediction(table, s.traits, *ratios)
+    return PublishedPrediction(table, s.row.publisher or table, s.traits, *ratios)
 
 
 def residual_file(found: Found) -> str:
@@ -28,24 +29,30 @@ def residual_file(found: Found) -> str:
 
 def _rounded(r: PublishedPrediction) -> PublishedPrediction:
     time, memory = (None if x is None else round(x, 4) for x in (r.time, r.memory))
-    return PublishedPrediction(r.table, r.traits, time, memory)
+    return PublishedPrediction(r.table, r.publisher, r.traits, time, memory)
 
 
 def coverage(found: Found) -> list[str]:
     """Lines of a table: shares of rows that 80 % intervals hold."""
-    rows = []
-    for s, scores in found.items():
-        mine = s.fit(x.row for x in scores)
-        each = ((x.row.name in mine, residual(s.name, x)) for x in scores)
-        rows += [(s.name, fit, r) for fit, r in each if r is not None]
-    known = [r for _, fit, r in rows if fit]
-    out = ["| of | rows | rows held out, by the others | rows of a table, by the other tables |", "|---|--:|---|---|"]
+    rows = [x for s, scores in found.items() for x in _halves(s.name, scores)]
+    out = [
+        "| of | rows | half of each table, by the other halves | rows of a table, by the other tables "
+        "| of a publisher, by the others |",
+        "|---|--:|---|---|---|",
+    ]
     for of in ("time", "memory"):
-        asked = [(t, fit, r) for t, fit, r in rows if getattr(r, of) is not None]
-        half = [middle(r, known, of) for _, fit, r in asked if not fit]
-        left = [middle(r, [o for _, _, o in rows if o.table != t], of) for t, _, r in asked]
-        out.append(f"| {of} | {len(asked)} | {_share(half)} | {_share(left)} |")
+        asked = [(half, r) for half, r in rows if getattr(r, of) is not None]
+        half = [middle(r, [o for kept, o in asked if kept], of) for kept, r in asked if not kept]
+        table = [middle(r, [o for _, o in asked if o.table != r.table], of) for _, r in asked]
+        publisher = [middle(r, [o for _, o in asked if o.publisher != r.publisher], of) for _, r in asked]
+        out.append(f"| {of} | {len(asked)} | {_share(half)} | {_share(table)} | {_share(publisher)} |")
     return out
+
+
+def _halves(table: str, scores: Sequence[Score]) -> list[tuple[bool, PublishedPrediction]]:
+    """Whether a row is of the half that the other is judged by, and its residual."""
+    kept = fitted(s.row for s in scores)
+    return [(s.row.name in kept, r) for s in scores if (r := residual(table, s)) is not None]
 
 
 def middle(r: PublishedPrediction, known: Sequence[PublishedPrediction], of: str) -> tuple[bool, float]:

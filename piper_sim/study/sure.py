@@ -2,11 +2,12 @@
 
 `residuals.json` beside this file holds measured / predicted of every published row (`python -m experiments.published
 --write` renews it). A row counts the more the more it is like the job, by GPU, framework, mixture of experts, op times
-given or modelled, and whether the host is waited for; a table of many rows counts as the root of their number.
+given or modelled, and whether the host is waited for; a publisher of many rows, all of which share what nobody told of
+its machines, counts as the root of their number.
 
-The job itself counts, too, as one more row of a table as large as the rows like it, half of it at either end, for
-nobody knows where it will lie: the fewer rows are like it, the wider its interval. (Conformal prediction's own point,
-weighted as by Barber, Candès, Ramdas and Tibshirani, 2023.)
+The job itself counts, too, as one more row of a publisher with as many as the rows like it, half of it at either end,
+for nobody knows where it will lie: the fewer rows are like it, the wider its interval. (Conformal prediction's own
+point, weighted as by Barber, Candès, Ramdas and Tibshirani, 2023.)
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ class PredictionTraits(msgspec.Struct, frozen=True):
 
 
 class PublishedPrediction(msgspec.Struct, frozen=True):
-    """One published row: its table, what it is like, and measured / predicted of a step's time and of peak memory."""
+    """One published row: measured / predicted of a step's time and of peak memory.
+
+    table: that it stands in. publisher: who measured it, mostly a repository. traits: what it is like.
+    """
 
     table: str
+    publisher: str
     traits: PredictionTraits
     time: float | None
     memory: float | None
@@ -67,9 +72,9 @@ def weighted(
 ) -> list[tuple[float, float]]:
     """(measured / predicted, weight), by the first; weights sum to 1. First and last is the job itself, in halves."""
     some = (r for r in rows if getattr(r, of) is not None)
-    known = [(float(getattr(r, of)), r.table, traits.likeness(r.traits, of)) for r in some]
-    many = Counter(table for _, table, _ in known)
-    found = sorted((x, like / many[table] ** 0.5) for x, table, like in known)
+    known = [(float(getattr(r, of)), r.publisher, traits.likeness(r.traits, of)) for r in some]
+    many = Counter(publisher for _, publisher, _ in known)
+    found = sorted((x, like / many[publisher] ** 0.5) for x, publisher, like in known)
     own = (1.0 + sum(like for _, _, like in known)) ** -0.5
     total = own + sum(w for _, w in found)
     return [(x, w / total) for x, w in ((found[0][0], own / 2), *found, (found[-1][0], own / 2))]
