@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-from experiments.published.report import Found, confusion, summary, without
+from experiments.published.report import Found, alike, confusion, summary, without
 from experiments.published.score import PredictionErrors, times
 from experiments.published.sure import coverage
 
@@ -17,6 +17,7 @@ def page(found: Found, controls: Mapping[str, Found]) -> str:
     return Template(Path(__file__).with_suffix(".md").read_text(encoding="utf-8")).substitute(
         picture=PICTURE.name,
         summary=summary(found),
+        alike=alike(found),
         fits=confusion(found),
         sure="\n".join(coverage(found)),
         missing="\n".join(without(found) or ["Nothing."]),

@@ -38,8 +38,30 @@ def _worst(rows: Sequence[Score]) -> float:
 
 def _line(s: DataSet, of: str, half: str, x: PredictionErrors) -> str:
     asked = next((b.split(": ", 1)[1] for b in s.bars.split("; ") if b.startswith(of)), "") if half == "all" else ""
+    return f"| {s.name} | {of} | {half} | {_sizes(x)} | {asked} |"
+
+
+def alike(found: Found, least: int = 3) -> str:
+    """Errors of step times by what was run on what, of at least so many rows; the worst leads."""
+    out = ["| GPU | framework | experts | n | median | p90 | worst | sign | of which never fitted |"]
+    out.append("|---|---|---|--:|--:|--:|--:|--:|---|")
+    by: dict[tuple[str, str, str], list[tuple[bool, float]]] = {}
+    for s, rows in found.items():
+        for r in rows:
+            if r.traits is not None and r.time is not None:
+                of = r.traits.gpu, r.traits.software or "none told", "yes" if r.traits.moe else ""
+                by.setdefault(of, []).append((s.never_fitted, r.time))
+    spreads = {of: PredictionErrors.of([e for _, e in each]) for of, each in by.items() if len(each) >= least}
+    for of, x in sorted(((of, x) for of, x in spreads.items() if x), key=lambda pair: -pair[1].median):
+        never = PredictionErrors.of([e for apart, e in by[of] if apart])
+        told = f"{never.n}: {100 * never.median:.1f} %" if never else ""
+        out.append(f"| {' | '.join(of)} | {_sizes(x)} | {told} |")
+    return "\n".join(out)
+
+
+def _sizes(x: PredictionErrors) -> str:
     sizes = " | ".join(f"{100 * v:.1f} %" for v in (x.median, x.p90, x.worst))
-    return f"| {s.name} | {of} | {half} | {x.n} | {sizes} | {100 * x.sign:+.1f} % | {asked} |"
+    return f"{x.n} | {sizes} | {100 * x.sign:+.1f} %"
 
 
 def without(found: Found) -> list[str]:

@@ -8,7 +8,8 @@ import pytest
 
 from experiments.published.controls import CONTROLS
 from experiments.published.picture import scatter
-from experiments.published.report import halves
+from experiments.published.report import alike, halves
+from experiments.published.rows import Row
 from experiments.published.score import Score, memories, scored, scores, times
 from experiments.published.sets import SETS, nanotron_layers
 from ir.job.load import job_from
@@ -16,6 +17,7 @@ from piper_sim.pricing.prepare import hardware_of, prepare_priced
 from piper_sim.report.units import GIB
 from piper_sim.study.planned import PlannedJob, fits
 from piper_sim.study.predict import predict
+from piper_sim.study.sure import PredictionTraits
 
 FEW = {  # every so many rows, most time and most memory error of their median
     "zero_bubble": (7, 0.04, 0.05),
@@ -46,6 +48,23 @@ def planned(row, **costs):
 
 def rows_of(name):
     return next(s for s in SETS if s.name == name).rows()
+
+
+def test_kinds_of_runs_are_told_by_gpu_framework_and_experts():
+    """The worst leads, over all tables; few rows say nothing."""
+    fitted, never = (next(s for s in SETS if s.name == name) for name in ("simumax", "unseen"))
+
+    def score(error, gpu="h100-sxm", software="nemo", moe=False):
+        return Score(Row("r"), error, traits=PredictionTraits(gpu, software, moe, given=False, waits=False))
+
+    known = {
+        fitted: [score(0.1), score(-0.2), score(0.3, moe=True), score(0.5, software="")],
+        never: [score(0.3), score(-0.4, software=""), score(0.6, software=""), score(None)],
+    }
+    assert alike(known, least=3).splitlines()[2:] == [
+        "| h100-sxm | none told |  | 3 | 50.0 % | 60.0 % | 60.0 % | +50.0 % | 2: 50.0 % |",
+        "| h100-sxm | nemo |  | 3 | 20.0 % | 30.0 % | 30.0 % | +10.0 % | 1: 30.0 % |",
+    ]
 
 
 def test_a_run_that_ran_is_said_to_fit():
