@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from executor.checkpoint.keeper import RankCheckpoint
 from executor.device import clock
@@ -145,7 +146,7 @@ def train_rank(ctx: RankContext, **spec: Any) -> dict[str, Any]:
     peak = None
     if local is not None:
         if o.dump is not None:
-            _dump(o.dump / f"rank-{ctx.rank}.npz", local)
+            _dump(o.dump / f"rank-{ctx.rank}.safetensors", local)
         peak = _peak(run, local, o.steps, batches(o.steps)) if o.memory and not prepared.job.run.compile else None
     r.close()
     return {
@@ -210,7 +211,7 @@ def _beside(
         found = [of_the_batch(r.prepared, r.program, losses) for losses in (result.losses, result.tests)]
         _note_step(s.log / f"steps-{r.program.rank}", step, (before, *_span(r.run)), result, *found)
     if step == s.saving.first and s.options.dump is not None:
-        _dump(s.options.dump / f"first-{r.program.rank}.npz", local)
+        _dump(s.options.dump / f"first-{r.program.rank}.safetensors", local)
 
 
 def _note_step(
@@ -294,5 +295,5 @@ def _dump(file: Path, local: RankModel) -> None:
             part[first : first + len(piece)] = piece.double().cpu()
             whole = torch.full(local.shares[name].shape, torch.nan, dtype=torch.float64, device="cpu")
             local.shares[name].put(whole, part)
-            arrays[f"{kind}/{name}"] = whole.numpy()
-    np.savez(file, **arrays)  # type: ignore[arg-type]
+            arrays[f"{kind}/{name}"] = whole
+    save_file(arrays, file)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 
 from executor.launch import run as cli
 from executor.launch.forkserver import RankForkServer
@@ -81,7 +82,7 @@ def run(*sets: str, steps: int = 2, **options: Any) -> Ran:
         with one_core(RankForkServer.get().process.pid) if asked.backend == "local" else nullcontext():
             found, trace = cli.run(prepared, plan, asked, saving)
         ranks = range(prepared.ranks if real else 0)
-        begin, end = ([np.load(folder / f"{name}-{r}.npz") for r in ranks] for name in ("first", "rank"))
+        begin, end = ([load_file(folder / f"{name}-{r}.safetensors") for r in ranks] for name in ("first", "rank"))
         grads, params = (tuple(part_of(e, kind) for e in end) for kind in ("grad/", "param/"))
         first = tuple(part_of(b, "grad/") for b in begin)
     return Ran(sets, plan, found, trace, grads, params, first)
@@ -94,7 +95,7 @@ def two_steps(
     prepared = prepare(load_job(job, sets))
     options = JobRunOptions(prepared.ranks, steps=2, backend=backend, watchdog_s=20.0, dump=folder)
     found, _ = cli.run(prepared, prepared.plan(), options)
-    return found, [dict(np.load(folder / f"rank-{r}.npz")) for r in range(prepared.ranks)]
+    return found, [load_file(folder / f"rank-{r}.safetensors") for r in range(prepared.ranks)]
 
 
 def judged(folder: Path, *sets: str) -> tuple[PreparedJob, Plan]:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from executor.runtime.batch import MicrobatchLoader
 from executor.runtime.worker import RankContext
@@ -32,7 +32,7 @@ def _one(ctx: RankContext, number: int, steps: int, folder: Path) -> list[list[f
         optimizer.zero_grad(set_to_none=True)
         losses.append(pipe.step([data.batch(step, 0, mb) for mb in range(prepared.mbs)]))
         optimizer.step()
-    arrays = {f"grad/{n}": g.numpy() for n, g in pipe.grads().items()}
-    arrays |= {f"param/{n}": p.detach().numpy() for n, p in pipe.params.items()}
-    np.savez(folder / f"rank-{ctx.rank}.npz", **arrays)  # type: ignore[arg-type]
+    arrays = {f"grad/{n}": g for n, g in pipe.grads().items()}
+    arrays |= {f"param/{n}": p.detach() for n, p in pipe.params.items()}
+    save_file(arrays, folder / f"rank-{ctx.rank}.safetensors")
     return losses

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from safetensors.numpy import load_file
 
 from executor.checkpoint.folder import newest
 from executor.checkpoint.manifest import read_manifest
@@ -94,7 +94,7 @@ def resumed(
         out.append([{k: r[k] for k in keys} for r in told])
     first()
     checkpoint = newest(folder / "saved")
-    dumped = {f.name: {n: a.tobytes() for n, a in np.load(f).items()} for f in sorted(folder.glob("rank-*.npz"))}
+    dumped = {f.name: {n: a.tobytes() for n, a in load_file(f).items()} for f in sorted(folder.glob("rank-*"))}
     return [*out, digests(checkpoint, read_manifest(checkpoint)), dumped]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.numpy import load_file
 from torch import nn
 
 from executor.device.progress import RankProgress, create
@@ -108,7 +109,7 @@ def run_class(name: str, *sets: str) -> tuple[dict[str, Any], Arrays, Arrays]:
 
         results = together(life, prepared.ranks, hub.fail)
         found, _ = gathered(prepared, plan, results)
-        ends = [dict(np.load(at / f"rank-{r}.npz")) for r in range(prepared.ranks)]
+        ends = [load_file(at / f"rank-{r}.safetensors") for r in range(prepared.ranks)]
     both = merged(ends)
     grads, params = ({n.partition("/")[2]: x for n, x in both.items() if n.startswith(k)} for k in ("grad", "param"))
     return found, grads, params

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from torch import Tensor
 
 from executor.device import clock
@@ -196,8 +197,8 @@ def told(found: dict[str, Any], folder: Path) -> Iterator[str]:
         text = json.dumps(value, default=float) if key not in ("rows", "saved") else str(value)
         yield f"{key}: {text}" if len(text) < 2000 else f"{key}: {len(value)} {text[:1500]}"
     for file in sorted(folder.rglob("*-[0-9]*")):
-        if file.suffix == ".npz":
-            for name, a in np.load(file).items():
+        if file.match("*-[0-9].safetensors"):  # not a checkpoint's, of five digits
+            for name, a in sorted(load_file(file).items()):
                 total, whole = np.nansum(a), np.nansum(np.abs(a))  # a sum that cancels is rounding, each machine's own
                 total = total if abs(total) > 1e-9 * whole else 0.0
                 yield f"{file.name} {name} {a.shape} {total:.6g} {whole:.6g} {np.isnan(a).sum()}"

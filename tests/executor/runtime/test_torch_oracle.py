@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from executor.launch.launch import launch
 from executor.runtime.given import given_text
@@ -61,7 +61,7 @@ def _oracles(ranks: int, mbs: int, layers: int) -> dict[str, Oracle]:
 
 
 def _oracle(folder: Path, losses: Sequence[list[list[float]]]) -> Oracle:
-    ends = [dict(np.load(folder / f"rank-{r}.npz")) for r in range(len(losses))]
+    ends = [load_file(folder / f"rank-{r}.safetensors") for r in range(len(losses))]
     grads, params = (
         merged([{n.removeprefix(kind): a for n, a in end.items() if n.startswith(kind)} for end in ends])
         for kind in ("grad/", "param/")
