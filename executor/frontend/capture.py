@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.frontend.aten import FORMATS
 from executor.frontend.measure import PartMeasure, PassMeasure, survey, without_values
+from executor.frontend.scores import ATTENTION
 from executor.modules.base import TORCH, BuiltChunks, Model, TokenLoss
 from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.exported import tensors_of
@@ -263,6 +264,7 @@ def _part(m: PartMeasure, read_next: str, *, inside: bool, compiled: bool) -> Js
         "stash_bytes": sum(m.stash),
         "passes": {n: _pass(p, compiled) for n, p in zip("FIW", (m.forward, m.input_grad, m.weight_grad), strict=True)},
         **({"model_flops": _model_flops(m.forward)} if m.forward.hidden else {}),
+        **({"written_out": True} if compiled and any(k.label == ATTENTION for k in m.forward.compiled) else {}),
     }
 
 

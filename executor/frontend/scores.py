@@ -15,6 +15,7 @@ from executor.frontend.masks import Left, whole
 from ir.core.work import DType, KernelKind
 
 BATCHED = ("bmm", "baddbmm")  # of what a module computes: a stack of weights has other products
+ATTENTION = "attention"  # written out, as one kernel: its label
 THIN = 16  # rows or columns of a product that is a sum beside others
 PRODUCTS = (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
 
@@ -138,7 +139,7 @@ class _Collapse:
         all_of = replace(calls[-1].kernel, flops=sum(k.flops for k in products), bytes=moved, count=1)
         end = KernelCall(all_of, KernelForm.APART, 0, 0, tuple(reads.values()), writes)
         if (shape := self._attention()) is not None and products:
-            label = "attention" if calls is self.mine[0] else "attention_backward"
+            label = ATTENTION if calls is self.mine[0] else f"{ATTENTION}_backward"
             flops = int(all_of.flops * self._seen(shape))
             kernel = replace(
                 all_of, kind=KernelKind.ATTENTION, flops=flops, shape=shape, label=label, dtype=products[0].dtype

@@ -89,6 +89,7 @@ class _Saved(Struct, frozen=True):
 class CapturedPart(Struct, frozen=True):
     """What equal chunks do and keep. reads_input_again: the pass that reads the input last, "" if forward only.
     model_flops: forward's, of all tensor-parallel ranks, each thing counted once; None: those of its kernels.
+    written_out: attention in plain products stands there as one kernel, which stores no scores, as no run has it.
     """
 
     output_bytes: Bytes
@@ -97,6 +98,7 @@ class CapturedPart(Struct, frozen=True):
     stash_bytes: Bytes
     passes: _Passes
     model_flops: Bytes | None = None
+    written_out: bool = False
 
 
 class CapturedExperts(Struct, frozen=True):

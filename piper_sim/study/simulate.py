@@ -13,6 +13,7 @@ from ir.core.work import DType, KernelKind
 from ir.graph.sync import buckets
 from ir.job import Job
 from ir.job.build import DEFAULT_SCHEDULE, PreparedJob
+from ir.job.model import read_model
 from ir.job.schema import JobParallel, JobSlowNodes
 from ir.plan.text import plan_digest
 from ir.schedules.registry import canonical, default_chunks
@@ -98,6 +99,10 @@ def warnings(p: PreparedJob) -> list[str]:
         out.append(f"{few}: the pipeline never fills; set schedule.microbatches = {enough} or more")
     if p.job.routing.kind == "hot" and p.job.routing.strength == 1:
         out.append("routing.strength = 1: no expert is hotter than the others; set how many times as popular one is")
+    captured = read_model(p.job).captured if p.job.model.graph else None
+    if captured is not None and any(part.written_out for part in captured.found.parts.values()):
+        fused = "attention that the module writes out is priced as a kernel that stores no scores, as no run has it"
+        out.append(f"{fused}; capture with --eager to have each call priced (docs/YOUR_MODEL.md)")
     shared = [b for b in buckets(p.plan().graph) if b.matrices and b.replica.zero]
     padded = sum(b.shard * b.ranks for b in shared) / (sum(b.numel for b in shared) or 1)
     if padded > PADDED:

@@ -1,7 +1,9 @@
 """What masks leave of attention, and scores that are not stored: closed forms of pairs, FLOPs and bytes."""
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+import piper_sim
 from executor.frontend.capture import capture
 from ir.core.work import DType
 
@@ -134,3 +137,17 @@ def test_scores_are_no_traffic_of_fused_attention_but_of_what_else_reads_them() 
     assert not _attention(_layer(_read_again, _window), "F")
     eager = _layer(_written, _window, compiled=False)
     assert not _attention(eager, "F") and sum(k["bytes"] for k in eager["passes"]["F"]["kernels"]) > 4 * scores
+
+
+@pytest.mark.parametrize(("attend", "compiled", "told"), [(_written, True, 1), (_written, False, 0), (_fused, True, 0)])
+def test_a_prediction_says_that_no_run_has_such_a_kernel(
+    attend: Any, compiled: bool, told: int, tmp_path: Path
+) -> None:
+    made = capture(
+        Net(attend, _past, one=False), batch=(1, LENGTH), dtype=DType.BF16, tags={"PP": "layers.*"}, compiled=compiled
+    )
+    assert [bool(part.get("written_out")) for name, part in made["parts"].items() if name == "block"] == [bool(told)]
+    (tmp_path / "model.json").write_text(json.dumps(made))
+    job = {"model": {"graph": str(tmp_path / "model.json"), "seq_len": LENGTH}, "cluster": {"gpu": "h100-sxm"}}
+    found = piper_sim.predict(piper_sim.load_job(job)).to_dict()["warnings"]
+    assert ["stores no scores" in w and "--eager" in w for w in found] == [True] * told
