@@ -99,14 +99,15 @@ def _tower(config: ModelConfig, layer: int) -> tuple[Part, ...]:
 def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """What mixes a layer's tokens: attention, a recurrence, or nothing."""
     prefix, keeps = f"{config.names.layers}.{layer}.", _read_again(config, reads)
-    if config.is_recurrent(layer):
-        return (Part("mixer", (reads,), keeps, p.mixer(config, prefix)),)
+    recurrent = p.mixer(config, prefix) if config.is_recurrent(layer) else ()
     if not config.attends(layer):
-        return ()
+        return (Part("mixer", (reads,), keeps, recurrent),) if recurrent else ()
     own = p.distances(config, prefix) if layer in (0, config.encoder) else ()
     mixed, still = p.hyper_connection(config, f"{prefix}attn_hc"), p.indexer(config, prefix, layer)
     params = (*mixed, *p.attention(config.at(layer) if config.compressed else config, prefix), *own)
     attn = Part("attn", (reads,), keeps, params, frozen=still)
+    if recurrent:  # beside attention, whose norm it reads
+        return (attn, Part("mixer", ("attn",), (), recurrent))
     if not config.encoder or config.encodes(layer):
         return (attn,)
     # Keys and values are of the encoder's output, which their weights' gradients read again.

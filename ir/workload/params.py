@@ -104,7 +104,7 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
     at = f"{prefix}{c.names.mixer}."
     keys, delta = m.groups * m.state, m.kind.is_delta
     sizes, conv = (m.inner, m.inner, keys, keys, m.heads), (m.inner, keys, keys)
-    params = norm(c, prefix + c.names.attn_norm, c.hidden)
+    params = () if m.beside else norm(c, prefix + c.names.attn_norm, c.hidden)
     if m.kind.is_faded:
         params += linear(c, f"{at}in_proj_qkvb", sum(sizes[1:]), c.hidden, column=True, bias=False, blocks=sizes[1:])
         for gate in ("f", "g"):
@@ -120,8 +120,9 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
     decays = {"dt_bias": m.inner if m.kind.is_faded else m.heads, "A_log": m.heads}
     params += tuple(cut(f"{at}{name}", 0, n) for name, n in (decays if delta else {**decays, "D": m.heads}).items())
     weight = f"{at}norm.weight"
-    params += (Param(weight, (m.head_dim,), by_heads=True) if delta else cut(weight, 0, m.inner),)
-    return params + linear(c, f"{at}out_proj", c.hidden, m.inner, column=False, bias=m.proj_bias)
+    if m.normed:
+        params += (Param(weight, (m.head_dim,), by_heads=True) if delta else cut(weight, 0, m.inner),)
+    return params + linear(c, f"{at}out_proj", c.hidden, m.inner, column=False, bias=m.out_bias)
 
 
 def _qk_norm(config: ModelConfig, name: str, rows: int) -> Params:

@@ -121,14 +121,15 @@ def read_mixer(v: ModelValues, row: Row, said: Row, layers: int) -> LayerMixer |
     if RECURRENT not in kinds and (said["by"] != "blocks" or not kinds):
         return None
     own = {k: x for k, x in said.items() if k in _FIELDS}
-    own["heads"] = said.get("heads") or said["expand"] * said["hidden"] // said["head_dim"]
+    wide = "inner" if said.get("inner") else "expand"  # what says how many features all heads have
+    inner = said.get("inner") or said.get("expand", 0) * said["hidden"]
+    own["heads"] = said.get("heads") or inner // said["head_dim"]
     if own["head_dim"] == "auto":
-        own["head_dim"] = said["expand"] * said["hidden"] // own["heads"]
-    inner = said.get("expand", 0) * said["hidden"]
-    if str(row.get("expand")).startswith("@") and own["heads"] * own["head_dim"] != inner:
+        own["head_dim"] = inner // own["heads"]
+    if str(row.get(wide)).startswith("@") and own["heads"] * own["head_dim"] != inner:
         key = str(row["head_dim"]).removeprefix("@")
         message = f"{own['heads']} heads of {own['head_dim']} features do not make up {inner}"
-        v.refuse(key, message, allowed=f"{inner // own['heads']}, or another {str(row['expand'])[1:]}")
+        v.refuse(key, message, allowed=f"{inner // own['heads']}, or another {str(row[wide])[1:]}")
     if own["heads"] % own["groups"]:
         key = str(row["groups"]).removeprefix("@")
         v.refuse(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -34,7 +34,8 @@ class LayerMixer:
     heads of head_dim features (values) share keys and queries of `groups` with `state` features (Mamba's B and C); so a
     head's state is head_dim × state numbers. conv: tokens that a convolution over all three sees. chunk: tokens between
     two states that are stored. layers: those that have it. alone: layers without MLP or experts behind what mixes
-    tokens; unmixed: layers that are an MLP or experts, no more.
+    tokens; unmixed: layers that are an MLP or experts, no more. proj_bias, out_bias: of the projections in, and out.
+    normed: a norm stands before the projection out. beside: its layers have attention, too, and both read one norm.
     """
 
     kind: LayerMixerKind
@@ -49,6 +50,9 @@ class LayerMixer:
     unmixed: frozenset[int] = frozenset()
     conv_bias: bool = False
     proj_bias: bool = False
+    out_bias: bool = field(default=False, repr=False)  # profiles were taken before there was such a thing
+    normed: bool = field(default=True, repr=False)
+    beside: bool = field(default=False, repr=False)
 
     @property
     def inner(self) -> int:

@@ -312,10 +312,11 @@ class ModelConfig:
 
     def attends(self, layer: int) -> bool:
         """Whether decoder layer `layer` has attention."""
-        return self.mixer is None or layer not in self.mixer.layers | self.mixer.unmixed
+        m = self.mixer
+        return m is None or m.beside or layer not in m.layers | m.unmixed
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether decoder layer `layer` has a recurrence in place of attention."""
+        """Whether decoder layer `layer` has a recurrence, in place of attention or beside it."""
         return self.mixer is not None and layer in self.mixer.layers
 
     @property

@@ -27,13 +27,13 @@ def mixer(s: PartSetting) -> PartWork:
             _convolved(s, core, 2),
             *core.forward(s),
             _gated(s, inner, 3),
-            k.norm_forward(s, "mixer_norm", inner),
+            *((k.norm_forward(s, "mixer_norm", inner),) if m.normed else ()),
             *k.cast(s, "context", inner),
             out.forward(s),
         ),
         input_grad=(
             *k.input_grad(s, out),
-            k.norm_backward(s, "mixer_norm_backward", inner),
+            *((k.norm_backward(s, "mixer_norm_backward", inner),) if m.normed else ()),
             _gated(s, inner, 5),
             *(() if core.delta else (_convolved(s, core, 2),)),  # made again; the delta rule keeps what it gives
             *core.backward(s),
@@ -49,7 +49,8 @@ def mixer(s: PartSetting) -> PartWork:
         model_flops=2 * s.shape.tokens * m.weights(h) + model_flops(s),
     )
     grads = (s.tokens * widest + core.rows * core.channels + inner) * s.wide + core.workspace(s)
-    return branch(s, "input_norm", inside, grads, reads=h, linears=len(ins))
+    own = not m.beside
+    return branch(s, "input_norm", inside, grads, reads=h if own else 0, own=own, linears=len(ins))
 
 
 def _linears(s: PartSetting, m: LayerMixer) -> tuple[tuple[LinearKernel, ...], LinearKernel]:
@@ -70,14 +71,16 @@ def _saved(s: PartSetting, core: LayerRecurrence, widest: int) -> tuple[SavedBuf
     """The projections' output, whole sequences of it; the recurrence's, gated (the norm's input) and, but for the delta
     rule's kernels, which gate inside of the norm, not; the norm's, as the input of the projection out.
     """
-    n = core.rows * core.inner
-    gated = () if core.delta else (SavedBuffer("gated", n * s.wide, Pass.I),)
+    n, normed = core.rows * core.inner, _mixer(s).normed
+    gated = (SavedBuffer("gated", n * s.wide, Pass.I),) if normed and not core.delta else ()
+    numbers = 4 * core.rows * (core.heads if core.delta else core.groups)
+    stats = (SavedBuffer("mixer_norm_stats", numbers, Pass.I),) if normed else ()
     return (
         SavedBuffer("projected", s.tokens * widest * s.wide, Pass.I),
         *_narrow(s),
         SavedBuffer("recurred", n * s.wide, Pass.I),
         *gated,
-        SavedBuffer("mixer_norm_stats", 4 * core.rows * (core.heads if core.delta else core.groups), Pass.I),
+        *stats,
         SavedBuffer("context", s.cached(n)),
     )
 

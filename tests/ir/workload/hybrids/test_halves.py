@@ -1,0 +1,98 @@
+"""What stands in place of attention, or beside it, family by family: its parts, its kernels' bytes, its divisions."""
+
+from typing import Any
+
+import pytest
+
+from ir.job.build import prepare
+from ir.job.load import job_from
+from ir.verify import check_plan
+from ir.workload import config_from, model_chunks
+from ir.workload.config.spec import ModelConfig
+from ir.workload.part import PartLayout, PartWork
+from ir.workload.parts.kernels import flops
+from tests.ir.workload.models import FAMILIES, small, work
+from tests.ir.workload.test_families import TOKENS, counted, parameters, priced
+from tests.refusals import refusal
+
+H1 = config_from(FAMILIES["falcon_h1"]["config"], "x")
+
+
+def same(raw: dict[str, Any]) -> None:
+    """Parameters and products are transformers' own."""
+    hub, whole, recurrent = counted(raw, TOKENS)
+    config = config_from(raw, "x")
+    assert parameters(config) == sum(p.numel() for p in hub.parameters())
+    assert priced(config, TOKENS)[0] == whole - recurrent
+
+
+def labels(w: PartWork) -> list[str]:
+    return [k.label for k in (*w.forward, *w.input_grad)]
+
+
+@pytest.mark.parametrize(
+    "inline",
+    [
+        {"num_hidden_layers": 1, "mamba_d_ssm": None, "mamba_d_head": "auto", "tie_word_embeddings": True},
+        {"mamba_d_ssm": 60, "mamba_n_heads": 5, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_rms_norm": True},
+        {"projectors_bias": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+        {"mamba_proj_bias": True, "mamba_conv_bias": False, "hidden_act": "gelu", "mamba_norm_before_gate": True},
+    ],
+)
+def test_a_recurrence_beside_attention_is_transformers_own(inline: dict[str, Any]) -> None:
+    same({**small("falcon_h1"), **inline})
+
+
+def test_a_recurrence_beside_attention_reads_its_norm() -> None:
+    chunk = model_chunks(H1)[1]
+    assert [(p.name, p.inputs) for p in chunk.parts] == [("attn", ("",)), ("mixer", ("attn",)), ("mlp", ("mixer",))]
+    assert [q.name for p in chunk.parts for q in p.params if "layernorm" in q.name] == [
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+    ]
+    attn, mixer = (work(H1, 1, name) for name in ("attn", "mixer"))
+    assert [x for x in labels(attn) if "norm" in x] == ["input_norm", "input_norm_backward"]
+    assert not [x for x in labels(mixer) if "norm" in x], "and none of its own before the projection out"
+    assert "residual" in labels(mixer) and sum("normed" in b.name for w in (attn, mixer) for b in w.saved) == 1
+
+
+def test_a_norm_behind_the_recurrence_has_its_kernels_and_what_it_keeps() -> None:
+    plain, normed = (
+        work(config_from({**FAMILIES["falcon_h1"]["config"], "mamba_rms_norm": on}, "x"), 1, "mixer")
+        for on in (False, True)
+    )
+    assert {*labels(normed)} - {*labels(plain)} == {"mixer_norm", "mixer_norm_backward"}
+    assert {b.name for b in normed.saved} - {b.name for b in plain.saved} == {"gated", "mixer_norm_stats"}
+    assert flops(plain.forward) == flops(normed.forward)
+
+
+def test_features_of_all_heads_are_as_many_as_their_key_says() -> None:
+    e = refusal(config_from, {**small("falcon_h1"), "mamba_d_ssm": 100}, "x")
+    assert e.key == "mamba_d_head" and "do not make up 100" in e.message and "mamba_d_ssm" in str(e.allowed)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "1f1b-overlap"])
+@pytest.mark.parametrize("recompute", ["none", "full", "attention", "norm"])
+@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2, "cp_comm": "all_to_all"}])
+@pytest.mark.parametrize("name", ["falcon_h1"])
+def test_their_plans_are_legal(name: str, layout: dict[str, Any], recompute: str, schedule: str) -> None:
+    raw = {k: v for k, v in small(name).items() if k not in ("model_type", "max_position_embeddings")}
+    table = {
+        "model": {"model_type": name, "seq_len": 64, **raw},
+        "cluster": {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 8},
+        "parallel": {"pp": 2, "zero": 1, **layout},
+        "schedule": {"name": schedule, "microbatches": 8, "recompute": recompute},
+    }
+    check_plan(prepare(job_from(table)).plan())
+
+
+def cut(config: ModelConfig, part: str, at: int = 1) -> None:
+    """Devices of a tensor-parallel group have an n-th of a part's products each."""
+    whole, one = work(config, at, part), work(config, at, part, PartLayout(tp=2))
+    for name in ("forward", "input_grad", "weight_grad"):
+        assert flops(getattr(whole, name)) == 2 * flops(getattr(one, name)), name
+
+
+def test_devices_share_both_halves_evenly() -> None:
+    cut(H1, "attn")
+    cut(H1, "mixer")
