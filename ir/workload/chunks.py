@@ -5,6 +5,7 @@ from functools import lru_cache
 from ir.core.ops import Pass
 from ir.workload import params as p
 from ir.workload.config.spec import LayerNormPlace, ModelConfig
+from ir.workload.mixer_params import mixer
 from ir.workload.part import ENCODER, Chunk, KeptBuffer, Param, Part
 
 # Parts that read a residual stream need it again in I: a norm's gradient reads the norm's input, and the norm's output
@@ -99,7 +100,7 @@ def _tower(config: ModelConfig, layer: int) -> tuple[Part, ...]:
 def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """What mixes a layer's tokens: attention, a recurrence, or nothing."""
     prefix, keeps = f"{config.names.layers}.{layer}.", _read_again(config, reads)
-    recurrent = p.mixer(config, prefix) if config.is_recurrent(layer) else ()
+    recurrent = mixer(config, prefix) if config.is_recurrent(layer) else ()
     if not config.attends(layer):
         return (Part("mixer", (reads,), keeps, recurrent),) if recurrent else ()
     own = p.distances(config, prefix) if layer in (0, config.encoder) else ()

@@ -95,36 +95,6 @@ def distances(config: ModelConfig, prefix: str) -> Params:
     return (cut(f"{prefix}self_attn.distances.weight", 1, kinds, config.heads, table=True),) if kinds else ()
 
 
-def mixer(config: ModelConfig, prefix: str) -> Params:
-    """Input norm and recurrence of the decoder layer whose names begin with `prefix`: heads, and their groups of keys
-    and queries, are cut by tensor parallelism.
-    """
-    c, m = config, config.mixer
-    assert m is not None
-    at = f"{prefix}{c.names.mixer}."
-    keys, delta = m.groups * m.state, m.kind.is_delta
-    sizes, conv = (m.inner, m.inner, keys, keys, m.heads), (m.inner, keys, keys)
-    params = () if m.beside else norm(c, prefix + c.names.attn_norm, c.hidden)
-    if m.kind.is_faded:
-        params += linear(c, f"{at}in_proj_qkvb", sum(sizes[1:]), c.hidden, column=True, bias=False, blocks=sizes[1:])
-        for gate in ("f", "g"):
-            params += (whole(f"{at}{gate}_a_proj.weight", m.rank, c.hidden),) if m.rank else ()
-            params += linear(c, f"{at}{gate}_proj", m.inner, m.rank or c.hidden, column=True, bias=False)
-    elif delta:
-        params += linear(c, f"{at}in_proj_qkvz", sum(sizes[:4]), c.hidden, column=True, bias=False, blocks=sizes[:4])
-        params += linear(c, f"{at}in_proj_ba", 2 * m.heads, c.hidden, column=True, bias=False, blocks=(m.heads,) * 2)
-    else:
-        params += linear(c, f"{at}in_proj", m.projected, c.hidden, column=True, bias=m.proj_bias, blocks=sizes)
-    params += (cut(f"{at}conv1d.weight", 0, m.channels, 1, m.conv, blocks=conv),)
-    params += (cut(f"{at}conv1d.bias", 0, m.channels, blocks=conv),) if m.conv_bias else ()
-    decays = {"dt_bias": m.inner if m.kind.is_faded else m.heads, "A_log": m.heads}
-    params += tuple(cut(f"{at}{name}", 0, n) for name, n in (decays if delta else {**decays, "D": m.heads}).items())
-    weight = f"{at}norm.weight"
-    if m.normed:
-        params += (Param(weight, (m.head_dim,), by_heads=True) if delta else cut(weight, 0, m.inner),)
-    return params + linear(c, f"{at}out_proj", c.hidden, m.inner, column=False, bias=m.out_bias)
-
-
 def _qk_norm(config: ModelConfig, name: str, rows: int) -> Params:
     """The norm of queries or keys, whose features are `rows` over all heads."""
     size, form = config.head_dim, config.form

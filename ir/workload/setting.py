@@ -286,12 +286,15 @@ def _divided(c: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> Iter
     yield "tp", tp, f"{mine} groups of heads in the output projection", c.compressed.out_groups if c.compressed else 0
     yield "tp", tp, f"{mine} {_VOCABULARY}", c.vocab
     yield "tp", tp, f"{mine} MLP width", c.ffn if any(c.has_mlp(i) for i in range(c.layers)) else 0
-    yield "tp", tp, f"{mine} groups of recurrent heads", m.groups if m else 0
+    groups, each = "groups of recurrent heads", "recurrent heads"
+    if m is not None and not m.state:
+        groups = each = "convolved features"
+    yield "tp", tp, f"{mine} {groups}", m.groups if m else 0
     yield "tp", tp, f"{mine} shared experts' width", moe.shared_ffn if moe else 0
     yield "ep", layout.ep, f"{mine} experts", moe.experts if moe else 0
     yield "etp", layout.etp, f"{mine} expert width", moe.ffn if moe else 0
     if m is not None:
-        yield "cp", cp, f"{mine} recurrent heads of a tensor-parallel rank", m.heads // tp
+        yield "cp", cp, f"{mine} {each} of a tensor-parallel rank", m.heads // tp
     if layout.cp_heads and attends:
         heads, kv = c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp
         repeated = kv < cp and cp % max(kv, 1) == 0  # each goes to several ranks, as DeepSpeed-Ulysses' users have it

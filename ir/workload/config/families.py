@@ -185,6 +185,17 @@ def _command(v: ModelValues, row: Row) -> Row:
     return {**row, **norm, "ffn": v.size_or("prefix_dense_intermediate_size", v.size("intermediate_size"))}
 
 
+def _lfm2(v: ModelValues, row: Row) -> Row:
+    """LFM2: its MLPs have two thirds of the width that is said, times a number, up to a multiple."""
+    if not v.flag("block_auto_adjust_ff_dim"):
+        return row
+    times, multiple = v.number("block_ffn_dim_multiplier"), v.size("block_multiple_of")
+    ffn = multiple * -(-int(times * int(2 * v.size("intermediate_size") / 3)) // multiple)
+    if not ffn:
+        v.refuse("intermediate_size", f"{times:g} of two thirds of it are no feature", allowed="a larger number")
+    return {**row, "ffn": ffn}
+
+
 def _scaled(v: ModelValues, row: Row) -> Row:
     """AFMoE: embeddings are multiplied where a switch says so."""
     return {**row, "multipliers": {"embedding": "root"}} if v.flag("mup_enabled") else row
@@ -241,6 +252,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _deepseek),
     **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
     "afmoe": _scaled,
+    "lfm2": _lfm2,
     "cohere2_moe": _command,
     "kimi_linear": _kimi,
     "bailing_hybrid": _ling,

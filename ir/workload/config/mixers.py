@@ -117,7 +117,8 @@ def read_mixer(v: ModelValues, row: Row, said: Row, layers: int) -> LayerMixer |
 
     Raises PiperError (model): heads that groups do not divide; layers that are not built.
     """
-    kinds = blocks(v) if said["by"] == "blocks" else _kinds(v, str(said["by"]), layers)
+    by, named = str(said["by"]), str(said.get("named", RECURRENT))
+    kinds = blocks(v) if by == "blocks" else _kinds(v, by, layers, named)
     if RECURRENT not in kinds and (said["by"] != "blocks" or not kinds):
         return None
     own = {k: x for k, x in said.items() if k in _FIELDS}
@@ -130,7 +131,7 @@ def read_mixer(v: ModelValues, row: Row, said: Row, layers: int) -> LayerMixer |
         key = str(row["head_dim"]).removeprefix("@")
         message = f"{own['heads']} heads of {own['head_dim']} features do not make up {inner}"
         v.refuse(key, message, allowed=f"{inner // own['heads']}, or another {str(row[wide])[1:]}")
-    if own["heads"] % own["groups"]:
+    if own["heads"] % own.setdefault("groups", own["heads"]):
         key = str(row["groups"]).removeprefix("@")
         v.refuse(
             key, f"{own['groups']} groups do not divide {own['heads']} heads", allowed=f"a divisor of {own['heads']}"
@@ -143,13 +144,18 @@ def read_mixer(v: ModelValues, row: Row, said: Row, layers: int) -> LayerMixer |
     return LayerMixer(**own, unmixed=without(kinds, FULL, RECURRENT))
 
 
-def _kinds(v: ModelValues, by: str, layers: int) -> Sequence[str]:
-    """The kind of each layer's first half, by the rule of a family."""
+def _kinds(v: ModelValues, by: str, layers: int, named: str) -> Sequence[str]:
+    """The kind of each layer's first half, by the rule of a family. named: what it calls a recurrence."""
     if by == "all":
         return [RECURRENT] * layers
-    given = layer_kinds(v, layers, (FULL, RECURRENT), _OLD) if "layer_types" in v.table else None
+    older = _OLD if named == RECURRENT else {}
+    given = layer_kinds(v, layers, (FULL, named), older) if "layer_types" in v.table else None
     if given is not None:
-        return given
+        return [RECURRENT if kind == named else kind for kind in given]
+    if by == "indices":
+        full = v.get("full_attn_idxs")
+        assert full is None or isinstance(full, (list, tuple))
+        return [FULL if full is None or i in full else RECURRENT for i in range(layers)]
     if by == "listed":
         full = v.get("attn_layer_indices") or ()
         assert isinstance(full, (list, tuple))

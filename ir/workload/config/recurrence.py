@@ -1,4 +1,4 @@
-"""Recurrences that stand in place of attention, as a model graph needs to know of them."""
+"""Recurrences and convolutions that stand in place of attention, as a model graph needs to know of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from enum import StrEnum
 
 class LayerMixerKind(StrEnum):
     """Recurrences over a sequence: Mamba-2's state space (arXiv:2405.21060), the gated delta rule (2412.06464), and it
-    with a decay for each feature of a key (Kimi delta attention, 2510.26692), whose gates Ling 3 has in one step.
+    with a decay for each feature of a key (Kimi delta attention, 2510.26692), whose gates Ling 3 has in one step; and
+    a convolution over a few tokens between two gates (LFM2's), feature by feature, without a state.
     """
 
     MAMBA = "mamba"
     DELTA = "delta"
     KIMI = "kimi"
     LING = "ling"
+    CONV = "conv"
 
     @property
     def is_faded(self) -> bool:
@@ -24,7 +26,7 @@ class LayerMixerKind(StrEnum):
     @property
     def is_delta(self) -> bool:
         """Whether what a key stands for is written over, not only added to."""
-        return self is not LayerMixerKind.MAMBA
+        return self not in (LayerMixerKind.MAMBA, LayerMixerKind.CONV)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,12 @@ class LayerMixer:
         """Numbers per head and token beside them: a step size, and where the delta rule writes, how much of it. Kimi's
         has a decay for each feature, which is no rate of a head.
         """
-        return 2 if self.kind is LayerMixerKind.DELTA else 1
+        return 2 if self.kind is LayerMixerKind.DELTA else int(self.kind is not LayerMixerKind.CONV)
 
     @property
     def gates(self) -> int:
-        """Numbers for each feature of the output: its gate, and Kimi's decays."""
-        return (2 if self.kind.is_faded else 1) * self.inner
+        """Numbers for each feature of the output: its gate, and Kimi's decays; a convolution's two gates."""
+        return (2 if self.kind.is_faded or self.kind is LayerMixerKind.CONV else 1) * self.inner
 
     @property
     def rank(self) -> int:

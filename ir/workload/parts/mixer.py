@@ -6,19 +6,22 @@ all-to-all to a share of the heads, and go back by another, as Megatron-LM's mix
 
 from ir.core.ops import Pass
 from ir.core.work import Kernel, Message, MessageKind
-from ir.workload.config.recurrence import LayerMixer
+from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.mixer_core import LayerRecurrence, model_flops
 from ir.workload.parts.region import enter
 from ir.workload.parts.residual import branch
+from ir.workload.parts.short_conv import short_conv
 from ir.workload.setting import PartSetting
 
 
 def mixer(s: PartSetting) -> PartWork:
-    """Work of the part, for either kind of recurrence."""
+    """Work of the part, for either kind of recurrence, or a short convolution."""
     m, core, h = _mixer(s), LayerRecurrence.of(s), s.config.hidden
+    if m.kind is LayerMixerKind.CONV:
+        return short_conv(s, m)
     ins, out = _linears(s, m)
     inner, widest = core.rows * core.inner, m.projected // s.layout.tp
     inside = PartWork(

@@ -28,7 +28,7 @@ ENCODERS = ("bert", "roberta", "camembert", "xlm-roberta", "megatron-bert", "dis
 # Types of which transformers writes what it would itself read as another model.
 WRITTEN_OTHERWISE = {"bailing_hybrid": "takes head_dim = 64"}
 CORRECTION = "mlp.expert_bias"  # of AFMoE's class a parameter, which no gradient reaches; of others' a buffer
-CONTRADICT = {"qwen3_moe": "one key with two values", "glm4_moe": "does not divide"}
+CONTRADICT = {"qwen3_moe": "one key with two values", "glm4_moe": "does not divide", "lfm2_moe": "layer_types"}
 
 
 def parameters(config):

@@ -229,7 +229,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "rope_interleave": {"rope_interleave": True},
     "output_router_logits": {"router_aux_loss_coef": 0.1},
     "topk_group": {"n_group": 4, "num_expert_group": 4, "topk_group": 4},
-    "layer_group_size": {"layer_types": None},
+    **{k: {"layer_types": None} for k in ("layer_group_size", "full_attn_idxs")},
     "mamba_expand": {"mamba_d_ssm": None, "mamba_d_head": "auto"},
     "no_rope_layer_interval": {"no_rope_layers": None},
     "multi_query": {"new_decoder_architecture": False},

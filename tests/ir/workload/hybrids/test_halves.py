@@ -11,11 +11,12 @@ from ir.workload import config_from, model_chunks
 from ir.workload.config.spec import ModelConfig
 from ir.workload.part import PartLayout, PartWork
 from ir.workload.parts.kernels import flops
+from ir.workload.setting import MicrobatchShape, check_setting
 from tests.ir.workload.models import FAMILIES, small, work
 from tests.ir.workload.test_families import TOKENS, counted, parameters, priced
 from tests.refusals import refusal
 
-H1 = config_from(FAMILIES["falcon_h1"]["config"], "x")
+H1, LFM = (config_from(FAMILIES[name]["config"], "x") for name in ("falcon_h1", "lfm2"))
 
 
 def same(raw: dict[str, Any]) -> None:
@@ -74,7 +75,7 @@ def test_features_of_all_heads_are_as_many_as_their_key_says() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "1f1b-overlap"])
 @pytest.mark.parametrize("recompute", ["none", "full", "attention", "norm"])
 @pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2, "cp_comm": "all_to_all"}])
-@pytest.mark.parametrize("name", ["falcon_h1"])
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
 def test_their_plans_are_legal(name: str, layout: dict[str, Any], recompute: str, schedule: str) -> None:
     raw = {k: v for k, v in small(name).items() if k not in ("model_type", "max_position_embeddings")}
     table = {
@@ -96,3 +97,53 @@ def cut(config: ModelConfig, part: str, at: int = 1) -> None:
 def test_devices_share_both_halves_evenly() -> None:
     cut(H1, "attn")
     cut(H1, "mixer")
+    cut(LFM, "mixer")
+
+
+@pytest.mark.parametrize(
+    ("name", "inline"),
+    [
+        ("lfm2", {"layer_types": None, "num_hidden_layers": 2, "tie_word_embeddings": False, "head_dim": 12}),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [1], "num_hidden_layers": 3, "block_multiple_of": 50}),
+        ("lfm2", {"layer_types": ["conv"], "num_hidden_layers": 1, "conv_bias": True, "conv_L_cache": 4}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False, "intermediate_size": 77}),
+        ("lfm2", {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8, "intermediate_size": 77}),
+        ("lfm2_moe", {"conv_bias": True, "num_dense_layers": 0, "norm_topk_prob": False, "use_expert_bias": False}),
+        ("lfm2_moe", {"layer_types": ["full_attention"] * 4, "num_dense_layers": 9}),
+    ],
+)
+def test_short_convolutions_are_transformers_own(name: str, inline: dict[str, Any]) -> None:
+    same({**small(name), **inline})
+
+
+def test_a_short_convolution_stands_between_two_gates() -> None:
+    """Products of three and one hidden sizes; a gate reads two tensors and writes one, and five on the way back."""
+    assert [p.name for p in model_chunks(LFM)[1].parts] == ["mixer", "mlp"]
+    w, one = work(LFM, 1, "mixer"), 4096 * LFM.hidden * 2
+    found = [(k.label, k.bytes // one) for k in (*w.forward, *w.input_grad) if k.label.startswith("conv")]
+    gate = "conv_gate"
+    assert found == [(gate, 3), ("conv", 2), (gate, 3), (gate, 5), ("conv", 3), (gate, 5)]
+    assert flops(w.forward) == 2 * 4096 * 4 * LFM.hidden**2 == w.model_flops
+    assert sum(b.bytes for b in w.saved) // one == 1 + 3 + 1 + 1 + 1, "normed, projected, gated, convolved, context"
+    sent = [c.message for c in work(LFM, 1, "mixer", PartLayout(cp=4)).inline]
+    assert [(str(x.kind), x.bytes) for x in sent] == [("all_to_all", one // 4)] * 4
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "mamba", "sliding_attention"])
+def test_a_short_convolution_has_its_own_name_in_layer_types(kind: str) -> None:
+    e = refusal(config_from, {**small("lfm2"), "layer_types": [kind] * 4}, "x")
+    assert e.key == "layer_types" and "conv" in str(e.allowed)
+    e = refusal(config_from, {**small("qwen3_next"), "layer_types": ["conv"] * 4}, "x")
+    assert e.key == "layer_types" and "conv" not in str(e.allowed)
+    e = refusal(config_from, {**small("lfm2_moe"), "layer_types": None}, "x")
+    assert e.key == "layer_types"
+
+
+def test_features_that_devices_do_not_share_evenly_are_refused() -> None:
+    e = refusal(
+        check_setting, config_from({**small("lfm2"), "vocab_size": 48}, "x"), PartLayout(tp=3), MicrobatchShape()
+    )
+    assert e.key == "parallel.tp"
+    alone = {**small("lfm2"), "layer_types": ["conv"] * 4, "vocab_size": 48, "block_multiple_of": 48}
+    e = refusal(check_setting, config_from(alone, "x"), PartLayout(tp=3), MicrobatchShape())
+    assert e.key == "parallel.tp" and "convolved features = 64" in e.message
