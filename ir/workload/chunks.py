@@ -105,7 +105,7 @@ def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
         return (Part("mixer", (reads,), keeps, recurrent),) if recurrent else ()
     own = p.distances(config, prefix) if layer in (0, config.encoder) else ()
     mixed, still = p.hyper_connection(config, f"{prefix}attn_hc"), p.indexer(config, prefix, layer)
-    params = (*mixed, *p.attention(config.at(layer) if config.compressed else config, prefix), *own)
+    params = (*mixed, *p.attention(config.at(layer), prefix), *own)
     attn = Part("attn", (reads,), keeps, params, frozen=still)
     if recurrent:  # beside attention, whose norm it reads
         return (attn, Part("mixer", ("attn",), (), recurrent))

@@ -73,20 +73,20 @@ def attention(config: ModelConfig, prefix: str) -> Params:
         return _mla(config, prefix)
     if c.compressed:
         return _compressed(config, prefix, c.compressed)
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    q, kv, v, out = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.v_dim, c.heads * c.v_dim)
     params = _branch(c, prefix, names.attn_norm, "attn_out_norm")
-    asked = 2 * q if c.form.attn_gate else q
+    asked = q + out if c.form.attn_gate else q
     if names.qkv:
-        sizes = (q, kv, kv)
+        sizes = (q, kv, v)
         params += linear(c, prefix + names.qkv, sum(sizes), c.hidden, column=True, bias=c.qkv_bias, blocks=sizes)
     else:
-        for name, rows in (("q_proj", asked), ("k_proj", kv), ("v_proj", kv)):
+        for name, rows in (("q_proj", asked), ("k_proj", kv), ("v_proj", v)):
             params += linear(c, at + name, rows, c.hidden, column=True, bias=c.qkv_bias)
     if c.qk_norm:
         params += tuple(x for n, rows in (("q", q), ("k", kv)) for x in _qk_norm(c, f"{at}{n}_norm", rows))
-    if c.form.sinks:
+    if c.form.sinks or (c.form.window_sinks and c.window):
         params += (cut(f"{at}sinks", 0, c.heads),)
-    return params + linear(c, prefix + names.out, c.hidden, q, column=False, bias=c.out_bias)
+    return params + linear(c, prefix + names.out, c.hidden, out, column=False, bias=c.out_bias)
 
 
 def distances(config: ModelConfig, prefix: str) -> Params:

@@ -14,7 +14,7 @@ from ir.workload.config.spec import (
     LatentAttention,
     NormLayerKind,
 )
-from ir.workload.config.values import ModelValues
+from ir.workload.config.values import FULL, ModelValues
 
 Row = Mapping[str, Any]
 STORED = ("fp8", "mxfp4")
@@ -185,6 +185,32 @@ def _command(v: ModelValues, row: Row) -> Row:
     return {**row, **norm, "ffn": v.size_or("prefix_dense_intermediate_size", v.size("intermediate_size"))}
 
 
+def _mimo(v: ModelValues, row: Row) -> Row:
+    """MiMo-V2: layers with a window have twice as many KV heads. What its authors' keys say beside, its class has."""
+    layers, heads, kv = (v.size(f"num_{x}") for x in ("hidden_layers", "attention_heads", "key_value_heads"))
+    full, dense = [i == 0 or (i + 1) % 6 == 0 for i in range(layers)], [i == 0 for i in range(layers)]
+    own = {
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": 2 * kv,
+        "swa_head_dim": v.size("head_dim"),
+        "swa_v_head_dim": v.size("v_head_dim"),
+        "hybrid_layer_pattern": _marked(v, "layer_types", FULL, full),
+        "moe_layer_freq": _marked(v, "mlp_layer_types", "dense", dense),
+    }
+    for key, said in own.items():
+        if v.get(key) not in (None, said):
+            v.refuse(key, f"{v.get(key)}, but transformers' class has {said}", allowed=f"{said} or null")
+    ahead = v.size_or("sliding_window_size", 0)  # tokens before the query's own
+    return {**row, "window_kv_heads": 2 * kv, **({"window": ahead + 1} if ahead else {})}
+
+
+def _marked(v: ModelValues, key: str, kind: str, left_out: list[bool]) -> list[int]:
+    """0 for layers of a kind, by a list of kinds or as they are where it is left out, 1 for others."""
+    given = v.get(key)
+    assert given is None or isinstance(given, (list, tuple))
+    return [int(not of) for of in (left_out if given is None else [k == kind for k in given])]
+
+
 def _lfm2(v: ModelValues, row: Row) -> Row:
     """LFM2: its MLPs have two thirds of the width that is said, times a number, up to a multiple."""
     if not v.flag("block_auto_adjust_ff_dim"):
@@ -253,6 +279,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
     "afmoe": _scaled,
     "lfm2": _lfm2,
+    "mimo_v2_flash": _mimo,
     "cohere2_moe": _command,
     "kimi_linear": _kimi,
     "bailing_hybrid": _ling,

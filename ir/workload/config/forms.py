@@ -48,7 +48,7 @@ def read_form(v: ModelValues) -> ModelConfig:
     )
     windows = _windows(v, row, said)
     one = len(set(windows)) == 1
-    said |= {"window": windows[0] if one else 0, "windows": () if one else windows}
+    said |= {"window": windows[0] if one else 0, "windows": () if one else windows} | _grouped(v, row, said, windows)
     said["no_rope"] = _without_rope(v, row, said, windows)
     said["parallel"] = said.get("parallel_norms", 1) if said.get("parallel") else 0
     said["multipliers"] = _multipliers(v, row, said)
@@ -125,6 +125,8 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             slides = [*ahead, *((i + 1) % said["every"] > 0 for i in range(n))][:n]
         case "fourth":
             slides = [i % 4 != 0 for i in range(n)]
+        case "sixth":
+            slides = [i > 0 and (i + 1) % 6 != 0 for i in range(n)]
         case "first":
             slides = [i >= v.size("max_window_layers") for i in range(n)]
         case "local":
@@ -151,6 +153,17 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             v.refuse("layer_types", f"{other}, but no window", allowed=allowed)
         slides = [k != FULL for k in given]
     return tuple(size if s else 0 for s in slides)
+
+
+def _grouped(v: ModelValues, row: Row, said: Mapping[str, Any], windows: tuple[int, ...]) -> dict[str, int]:
+    """KV heads, where layers with a window have a number of their own."""
+    far, near = said["kv_heads"], said.get("window_kv_heads", 0)
+    if not near or not any(windows):
+        return {"kv_heads": far, "window_kv_heads": 0}
+    if said["heads"] % near:
+        message = f"{near} KV heads of layers with a window do not divide {said['heads']} heads"
+        v.refuse(str(row["kv_heads"])[1:], message, allowed=f"half a divisor of {said['heads']}")
+    return {"kv_heads": near, "window_kv_heads": 0} if all(windows) else {"kv_heads": far, "window_kv_heads": near}
 
 
 def _pairs(v: ModelValues, layers: int) -> list[str]:
@@ -321,8 +334,13 @@ def _one_table(v: ModelValues, base: ModelConfig, axes: Collection[str]) -> tupl
             local = table.get(SLIDING) or {}
             if odd := sorted({*table} - {FULL, SLIDING}):
                 v.refuse(f"{name}.{odd[0]}", "beside tables by kind of layer", allowed=f"{FULL}, {SLIDING}")
-            if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta"}:
+            share = OF_ANY_KIND[1]
+            if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta", share}:
                 v.refuse(f"{name}.{SLIDING}", "scaled angles in windows are not built", allowed="rope_theta")
+            turned = [x.get(share, v.get(share) if share in v.table else 1.0) for x in (table[FULL], local)]
+            if turned[0] != turned[1]:
+                message = f"{turned[1]}, but {turned[0]} in layers that see all: one share of features is built"
+                v.refuse(f"{name}.{SLIDING}.{share}", message, allowed=str(turned[0]))
             more["local_theta"] = float(local.get("rope_theta", before.get("local_theta", v.number("rope_theta"))))
             table = table[FULL]
         if isinstance(table, Mapping):

@@ -15,7 +15,13 @@ NOT_KERNELS = frozenset(
     "layers source windows rope_scaling rope_pairs score_scale score_by_layer stored".split()  # noqa: SIM905
 )
 # What is told of a config only where it has it: profiles were taken before there was such a thing.
-NEWER: Mapping[str, object] = {"compressed": None, "streams": 0, "mtp_repeated": False}
+NEWER: Mapping[str, object] = {
+    "compressed": None,
+    "streams": 0,
+    "mtp_repeated": False,
+    "value_dim": 0,
+    "window_kv_heads": 0,
+}
 
 
 class NormLayerKind(StrEnum):
@@ -64,8 +70,8 @@ class LayerForm:
     """What models have beside llama's, GPT-2's and DeepSeek's layers; the defaults are theirs.
 
     parallel: attention and MLP read the same stream, through one norm or two; 0: one after the other. norm_weights:
-    norms have any. qk_over, qk_bias: of the norm of queries and keys. sinks: a number per head in softmax's sum.
-    chunked: windows are stretches that do not see each other. no_rope: layers without rotary embedding. score_cap,
+    norms have any. qk_over, qk_bias: of the norm of queries and keys. sinks: a number per head in softmax's sum;
+    window_sinks: only in layers with a window. chunked: windows are stretches that do not see each other. no_rope: layers without rotary embedding. score_cap,
     logit_cap: scores and logits are squeezed by a tanh, 0 for not. shared_gate: a token weighs the shared experts'
     output. act_params: numbers that an activation learns. attn_gate: attention's output is weighed by a sigmoid
     of as many features, projected with the queries; head_gate: latent attention's by one number for each head.
@@ -95,6 +101,7 @@ class LayerForm:
     act_params: int = 0
     attn_gate: bool = False
     head_gate: bool = field(default=False, repr=False)  # profiles were taken before there was such a thing
+    window_sinks: bool = field(default=False, repr=False)
     bidirectional: bool = False
     final_norm: bool = True
     transform: bool = False
@@ -228,7 +235,8 @@ class ModelConfig:
     many of the layers, from the first on, are an encoder's that the others attend to; 0 where there is one tower.
     padding: the word whose embedding no gradient reaches, None for none. compressed: attention to a window and
     compressed keys. streams: residual streams that each part reads a mixture of, and that what it gives is mixed into
-    (hyper-connections, arXiv:2512.24880); 0: one, to which parts add.
+    (hyper-connections, arXiv:2512.24880); 0: one, to which parts add. value_dim: features of a head's values, where
+    they are not as many as a key's. window_kv_heads: KV heads of layers with a window, where layers differ in that.
     """
 
     source: str
@@ -276,6 +284,8 @@ class ModelConfig:
     compressed: CompressedAttention | None = None
     streams: int = 0
     mtp_repeated: bool = False
+    value_dim: int = 0
+    window_kv_heads: int = 0
 
     def __hash__(self) -> int:
         """Of what tells models apart: a config is part of the key of many tables."""
@@ -295,8 +305,9 @@ class ModelConfig:
         scale = self.score_scale / (layer + 1) if self.score_by_layer else self.score_scale
         form = replace(self.form, no_rope=frozenset()) if self.form.no_rope else self.form
         rope = self.rope and layer not in self.form.no_rope
+        kv_heads = (self.window_kv_heads if window else 0) or self.kv_heads
         own = replace(self, window=window, windows=(), score_scale=scale, score_by_layer=False)
-        return replace(own, form=form, rope=rope)
+        return replace(own, form=form, rope=rope, kv_heads=kv_heads, window_kv_heads=0)
 
     def encodes(self, layer: int) -> bool:
         """Whether a layer is of the encoder beside the decoder."""
@@ -341,4 +352,4 @@ class ModelConfig:
     @property
     def v_dim(self) -> int:
         """Length of one head's value."""
-        return self.mla.v_dim if self.mla else self.head_dim
+        return self.mla.v_dim if self.mla else self.value_dim or self.head_dim

@@ -102,7 +102,7 @@ def _heads(s: PartSetting, core: AttentionCore) -> AttentionProjection:
         enters=(h,),
         readers=1 if c.names.qkv else 3,
         widest=features,
-        model_flops=2 * s.shape.tokens * h * ((1 + c.form.attn_gate) * c.heads + 2 * c.kv_heads) * c.head_dim,
+        model_flops=2 * s.shape.tokens * h * features * s.layout.tp,
         sums=2 if c.qk_norm and c.form.qk_over is AttentionNormKind.WIDTH and s.layout.tp > 1 else 0,
     )
 
