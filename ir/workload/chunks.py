@@ -51,7 +51,7 @@ def _embed(config: ModelConfig) -> Chunk:
 
 def _layer(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     """A decoder layer whose input is the output of part `reads` ("": of the chunk before)."""
-    prefix = f"{config.names.layers}.{layer}."
+    config, prefix = config.at(layer), f"{config.names.layers}.{layer}."
     first = _mixed(config, layer, reads)
     if not config.is_moe(layer) and not config.has_mlp(layer):
         return first
@@ -104,8 +104,8 @@ def _mixed(config: ModelConfig, layer: int, reads: str) -> tuple[Part, ...]:
     if not config.attends(layer):
         return (Part("mixer", (reads,), keeps, recurrent),) if recurrent else ()
     own = p.distances(config, prefix) if layer in (0, config.encoder) else ()
-    mixed, still = p.hyper_connection(config, f"{prefix}attn_hc"), p.indexer(config, prefix, layer)
-    params = (*mixed, *p.attention(config.at(layer), prefix), *own)
+    mixed, still = p.hyper_connection(config, f"{prefix}attn_hc"), p.indexer(config, prefix)
+    params = (*mixed, *p.attention(config, prefix), *own)
     attn = Part("attn", (reads,), keeps, params, frozen=still)
     if recurrent:  # beside attention, whose norm it reads
         return (attn, Part("mixer", ("attn",), (), recurrent))

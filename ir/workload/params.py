@@ -181,11 +181,11 @@ def hyper_connection(config: ModelConfig, name: str, *, ends: bool = False) -> P
     )
 
 
-def indexer(config: ModelConfig, prefix: str, layer: int) -> Params:
+def indexer(config: ModelConfig, prefix: str) -> Params:
     """What picks the keys of attention, whole on every device. Nothing trains it: no gradient of the tokens' loss
     reaches what is picked (transformers' class asks for none; DeepSeek's own training adds a loss of its own).
     """
-    x = config.compressed and config.compressed.at(layer)
+    x = config.compressed
     if x and x.keys.top_k:
         at = f"{prefix}self_attn.compressor.indexer."
         return (
@@ -194,7 +194,7 @@ def indexer(config: ModelConfig, prefix: str, layer: int) -> Params:
             whole(f"{at}scorer.weights_proj.weight", x.index_heads, config.hidden),
         )
     found, mla, at = config.indexer, config.mla, f"{prefix}self_attn.indexer."
-    if found is None or mla is None or found.at(layer).taken:
+    if found is None or mla is None or found.taken:
         return ()
     return (
         whole(f"{at}wq_b.weight", found.heads * found.dim, mla.q_rank),

@@ -185,6 +185,24 @@ def _command(v: ModelValues, row: Row) -> Row:
     return {**row, **norm, "ffn": v.size_or("prefix_dense_intermediate_size", v.size("intermediate_size"))}
 
 
+def _olmo_hybrid(v: ModelValues, row: Row) -> Row:
+    """OLMo Hybrid: sizes of its recurrence that are left out follow from attention's. A base of null is no angles."""
+    heads, hidden = v.size("num_attention_heads"), v.size("hidden_size")
+    groups, values = (v.size_or(f"linear_num_{x}_heads", heads) for x in ("key", "value"))
+    dim = v.size_or("linear_key_head_dim", int(0.75 * hidden / groups))
+    if values % groups or not dim:
+        message = f"{groups} heads of keys, of {dim} features, for {values} of values"
+        v.refuse("linear_num_key_heads", message, allowed=f"a divisor of {values}, up to three quarters of {hidden}")
+    kinds, layers = v.get("layer_types"), v.size("num_hidden_layers")
+    if (len(set(kinds)) if isinstance(kinds, (list, tuple)) else layers) < 2:
+        v.refuse("layer_types", "transformers' class wants both kinds of layers", allowed=f"{FULL}, linear_attention")
+    sizes = {"heads": values, "groups": groups, "state": dim, "head_dim": v.size_or("linear_value_head_dim", 2 * dim)}
+    table = v.get("rope_parameters") or {}
+    assert isinstance(table, Mapping)
+    turned = table.get("rope_theta", v.get("rope_theta")) is not None
+    return {**row, "mixer": {**row["mixer"], **sizes}, "rope": turned}
+
+
 def _mimo(v: ModelValues, row: Row) -> Row:
     """MiMo-V2: layers with a window have twice as many KV heads. What its authors' keys say beside, its class has."""
     layers, heads, kv = (v.size(f"num_{x}") for x in ("hidden_layers", "attention_heads", "key_value_heads"))
@@ -279,6 +297,7 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
     "afmoe": _scaled,
     "lfm2": _lfm2,
+    "olmo_hybrid": _olmo_hybrid,
     "mimo_v2_flash": _mimo,
     "cohere2_moe": _command,
     "kimi_linear": _kimi,

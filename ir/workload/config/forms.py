@@ -24,6 +24,7 @@ from ir.workload.config.values import FULL, SLIDING, ModelValues, layer_kinds
 
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 _KINDS = {"norm": NormLayerKind, "norms": LayerNormPlace, "qk_over": AttentionNormKind}
+_KINDS |= {"recurrent_norms": LayerNormPlace}
 _MODEL, _FORM, _MOE = ({f.name for f in fields(c)} for c in (ModelConfig, LayerForm, ExpertConfig))
 CHUNKED = "chunked_attention"
 # Kinds of rotary scaling whose angles depend on the sequence: no prediction depends on the angles.

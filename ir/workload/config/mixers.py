@@ -163,6 +163,7 @@ def _kinds(v: ModelValues, by: str, layers: int, named: str) -> Sequence[str]:
     if by == "numbered":
         return _numbered(v, layers)
     every = v.size("layer_group_size") if by == "groups" else v.size_or("full_attention_interval", layers + 1)
+    every = min(4, layers) if by == "fourth" else every  # the last, where there is no fourth
     return [RECURRENT if (i + 1) % every else FULL for i in range(layers)]
 
 

@@ -71,10 +71,12 @@ class LayerForm:
 
     parallel: attention and MLP read the same stream, through one norm or two; 0: one after the other. norm_weights:
     norms have any. qk_over, qk_bias: of the norm of queries and keys. sinks: a number per head in softmax's sum;
-    window_sinks: only in layers with a window. chunked: windows are stretches that do not see each other. no_rope: layers without rotary embedding. score_cap,
-    logit_cap: scores and logits are squeezed by a tanh, 0 for not. shared_gate: a token weighs the shared experts'
-    output. act_params: numbers that an activation learns. attn_gate: attention's output is weighed by a sigmoid
-    of as many features, projected with the queries; head_gate: latent attention's by one number for each head.
+    window_sinks: only in layers with a window. chunked: windows are stretches that do not see each other. no_rope:
+    layers without rotary embedding. score_cap, logit_cap: scores and logits are squeezed by a tanh, 0 for not.
+    shared_gate: a token weighs the shared experts' output. act_params: numbers that an activation learns. attn_gate:
+    attention's output is weighed by a sigmoid of as many features, projected with the queries; head_gate: latent
+    attention's by one number for each head. recurrent_norms: where norms stand in layers with a recurrence, if that is
+    elsewhere.
     multipliers: numbers, by their key, that change results and
     no kernel but where embeddings and logits are multiplied ("embedding", "logits"). Of encoders: bidirectional: a
     token sees those behind it, too; final_norm: there is one before the head; transform: a dense layer, an activation
@@ -102,6 +104,7 @@ class LayerForm:
     attn_gate: bool = False
     head_gate: bool = field(default=False, repr=False)  # profiles were taken before there was such a thing
     window_sinks: bool = field(default=False, repr=False)
+    recurrent_norms: LayerNormPlace | None = field(default=None, repr=False)
     bidirectional: bool = False
     final_norm: bool = True
     transform: bool = False
@@ -293,12 +296,17 @@ class ModelConfig:
 
     def at(self, layer: int) -> ModelConfig:
         """The same with what is true of one decoder layer: its window, its scores' scale, its rotary embedding."""
+        if layer >= self.layers:  # a prediction module
+            return self
         if self.encodes(layer):
             return replace(self, encoder=0, form=replace(self.form, bidirectional=True))
         if isinstance(self.mla, IndexedLatentAttention) and self.mla.indexer.shared:
             return replace(self, mla=replace(self.mla, indexer=self.mla.indexer.at(layer))).at(layer)
         if self.compressed is not None:
             return replace(self, compressed=self.compressed.at(layer))
+        if self.form.recurrent_norms:
+            place = self.form.recurrent_norms if self.is_recurrent(layer) else self.form.norms
+            return replace(self, form=replace(self.form, norms=place, recurrent_norms=None)).at(layer)
         if not self.windows and not self.score_by_layer and not self.form.no_rope:
             return self
         window = self.windows[layer] if self.windows else self.window

@@ -1,5 +1,6 @@
 """What stands in place of attention, or beside it, family by family: its parts, its kernels' bytes, its divisions."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from tests.ir.workload.models import FAMILIES, small, work
 from tests.ir.workload.test_families import TOKENS, counted, parameters, priced
 from tests.refusals import refusal
 
-H1, LFM = (config_from(FAMILIES[name]["config"], "x") for name in ("falcon_h1", "lfm2"))
+H1, LFM, OLMO = (config_from(FAMILIES[name]["config"], "x") for name in ("falcon_h1", "lfm2", "olmo_hybrid"))
+
+NORMS = tuple(f"{x}_norm{end}" for x in ("input", "post") for end in ("", "_behind", "_backward", "_behind_backward"))
 
 
 def same(raw: dict[str, Any]) -> None:
@@ -75,7 +78,7 @@ def test_features_of_all_heads_are_as_many_as_their_key_says() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "1f1b-overlap"])
 @pytest.mark.parametrize("recompute", ["none", "full", "attention", "norm"])
 @pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2, "cp_comm": "all_to_all"}])
-@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2", "olmo_hybrid"])
 def test_their_plans_are_legal(name: str, layout: dict[str, Any], recompute: str, schedule: str) -> None:
     raw = {k: v for k, v in small(name).items() if k not in ("model_type", "max_position_embeddings")}
     table = {
@@ -147,3 +150,61 @@ def test_features_that_devices_do_not_share_evenly_are_refused() -> None:
     alone = {**small("lfm2"), "layer_types": ["conv"] * 4, "vocab_size": 48, "block_multiple_of": 48}
     e = refusal(check_setting, config_from(alone, "x"), PartLayout(tp=3), MicrobatchShape())
     assert e.key == "parallel.tp" and "convolved features = 64" in e.message
+
+
+@pytest.mark.parametrize(
+    "inline",
+    [
+        {"layer_types": None, "num_hidden_layers": 2, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"layer_types": None, "num_hidden_layers": 5, "attention_bias": True},
+        {f"linear_{x}": None for x in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")},
+        {"linear_num_key_heads": None, "linear_key_head_dim": 10, "linear_conv_kernel_dim": 2},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ],
+)
+def test_olmos_recurrence_is_transformers_own(inline: dict[str, Any]) -> None:
+    same({**small("olmo_hybrid"), **inline})
+
+
+def test_norms_stand_where_their_kind_of_layer_has_them() -> None:
+    """Before the recurrence and its MLP, behind attention and its own: there linears read the stream."""
+    for at, ends in ((1, ("input_layernorm", "post_attention_layernorm")), (4, ("attn_out_norm", "mlp_out_norm"))):
+        parts = model_chunks(OLMO)[at].parts
+        assert [p.name for p in parts] == ["attn" if at == 4 else "mixer", "mlp"]
+        for part, end in zip(parts, ends, strict=True):
+            assert [q.name for q in part.params if q.name.split(".")[3] == end], (at, end)
+            assert [str(x.until) for x in part.keeps] == (["W"] if at == 4 else ["I"])
+            norms = [x for x in labels(work(OLMO, at, part.name)) if x in NORMS]
+            assert norms == [x for x in NORMS if ("behind" in x) is (at == 4) and (part.name == "mlp") is ("post" in x)]
+
+
+def test_a_base_of_null_is_no_rotary_embedding() -> None:
+    raw = FAMILIES["olmo_hybrid"]["config"]
+    for none in ({"rope_parameters": {"rope_theta": None}}, {"rope_parameters": None, "rope_theta": None}):
+        config = config_from({**raw, **none}, "x")
+        assert not config.rope and "rope" not in labels(work(config, 4, "attn"))
+    assert OLMO.rope and "rope" in labels(work(OLMO, 4, "attn"))
+
+
+@pytest.mark.parametrize(
+    ("inline", "key"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ({"layer_types": None, "num_hidden_layers": 1}, "layer_types"),
+        ({"linear_num_key_heads": 6}, "linear_num_key_heads"),
+        (
+            {"linear_num_key_heads": 64, "linear_num_value_heads": 64, "linear_key_head_dim": None},
+            "linear_num_key_heads",
+        ),
+    ],
+)
+def test_what_olmos_class_does_not_build_is_refused(inline: dict[str, Any], key: str) -> None:
+    e = refusal(config_from, {**small("olmo_hybrid"), **inline}, "x")
+    assert e.key == key and e.allowed
+
+
+def test_prediction_modules_behind_layers_with_windows_are_the_models_own() -> None:
+    """Their numbers count on from the layers, of which lists of windows say nothing."""
+    sizes = {"num_nextn_predict_layers": 1, "mlp_layer_types": None, "layer_types": None}
+    config = replace(config_from({**small("glm4_moe_lite"), **sizes}, "x"), windows=(5, 0, 5, 0))
+    assert config.at(4) is config and model_chunks(config)[-2].name == "mtp0"
