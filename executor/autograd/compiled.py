@@ -15,6 +15,7 @@ from executor.device import clock
 from executor.modules.attention.attend import forget_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import TORCH, TRACING, BuiltChunks, example_extra
+from executor.modules.remade import outputs
 from executor.parallel.inline import RankAxis, RankRegion
 from executor.parallel.traced import collectives_traced, over_axes
 from ir.core.errors import ErrorKind, PiperError
@@ -191,8 +192,7 @@ def _traced(
         rest = iter(values[len(weights) + len(acts) :])
         more = [next(rest) if isinstance(e, Tensor) else 1.0 for e in extras]
         named = {n: values[k] for n, k in places.items()} | {n: last[k] for n, k in fixed.items()}
-        out = torch.func.functional_call(unit, named, (*inputs, *more))
-        outs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else tuple(out)
+        outs = outputs(torch.func.functional_call(unit, named, (*inputs, *more)))
         return tuple(
             o.clone() if o._is_view() or any(o is v for v in values) else o for o in outs
         )  # AOT takes no views

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from executor.autograd.deferred import DeferredLinearPass, DeferredPass
-from executor.modules.remade import RemadeBuffers
+from executor.modules.remade import RemadeBuffers, outputs
 
 Sink = Callable[[str, Tensor], None]
 Casts = WeakValueDictionary[tuple[int, torch.dtype], Tensor]  # of weights, by id and format, that some graph holds
@@ -86,8 +86,7 @@ class SplitPass:
             given = [_apply(_Source, self.anchor, x) if w else x for x, w in zip(inputs, wanted, strict=True)]
             self._inputs = tuple(get_gradient_edge(x) if x.requires_grad else None for x in given)
             with _Seams(self), nullcontext() if self.remade is None else self.remade.remaking():
-                out = module(*given, *extras)
-        outs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else tuple(out)
+                outs = outputs(module(*given, *extras))
         self._roots = tuple(get_gradient_edge(o) if o.requires_grad else None for o in outs)
         return tuple(o.detach() for o in outs)
 

@@ -16,12 +16,10 @@ from executor.autograd.compiled import CompiledPart, CompiledPass
 from executor.autograd.microbatch_state import MicrobatchState, PartState, Ports, Values
 from executor.autograd.split import Casts, SplitPass
 from executor.modules.base import total, wiring
-from executor.modules.remade import RemadeBuffers
+from executor.modules.remade import RemadeBuffers, outputs
 from executor.optim.optimizer import ParamGradients
 from executor.parallel.expert_all_to_all import ExpertAllToAll, ExpertRoute, ExpertTransfer, even, travel
 from ir.core.ops import Pass
-
-__all__ = ["ParamGradients", "Stage", "Values"]
 
 
 class Stage:
@@ -217,8 +215,7 @@ class Stage:
         if (part := self.compiled.get(name)) is not None:
             return part.begin(self.grads.add).forward(module, *acts, extras=extras)
         with torch.no_grad():
-            out = module(*acts, *extras)
-        return (out,) if isinstance(out, Tensor) else tuple(out)
+            return outputs(module(*acts, *extras))
 
     def _recompute(self, mb: int, name: str) -> None:
         flow = self._flow(mb)

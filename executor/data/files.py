@@ -30,6 +30,7 @@ _PACKED = {  # first bytes of files that are no text, and would be read as one
     _MAGIC: "an index, not named .idx",
 }
 _SEQUENCES = 2**20  # of an index, looked at at once
+_BROKEN = (TypeError, LookupError, SyntaxError, TokenError, EOFError, OverflowError, MemoryError, RecursionError)
 _BLOCKS, _BLOCK = 64, 2**16  # looked at before a run, evenly spread; what a rank reads is looked at as it reads it
 
 Tokens = np.ndarray | ChunkedTokens
@@ -83,16 +84,7 @@ def _npy(file: Path) -> np.ndarray:
     """NumPy's own file, mapped. Raises ValueError: it is none; its reader raises anything that Python's parser does."""
     try:
         return np.lib.format.open_memmap(file, mode="r")
-    except (
-        TypeError,
-        LookupError,
-        SyntaxError,
-        TokenError,
-        EOFError,
-        OverflowError,
-        MemoryError,
-        RecursionError,
-    ) as error:
+    except _BROKEN as error:
         raise ValueError(f"no array of NumPy's: {error}") from error
 
 

@@ -8,8 +8,8 @@ a mark is a moment that has passed, and nothing is ever followed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -163,6 +163,17 @@ def make_default(device: torch.device) -> None:
 def on_host() -> AbstractContextManager[Any]:
     """They are the host's."""
     return made_on(HostDevice.torch)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many for a tensor: where it is cut between them, the last bit of an elementwise function may differ."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -107,61 +107,12 @@ def allocator_peaks(device: torch.device) -> dict[str, int] | None:
     return {kind: int(stats[f"{kind}_bytes.all.peak"]) for kind in ("allocated", "reserved")}
 
 
-class MemoryTracker(OpWatch):
-    """While active in a thread, follows the storages its ops make. held: tensors that are there already.
+class PeakMemory(OpWatch):
+    """The bytes of all storages that a thread's ops make while this is active, and the most there were at one time.
 
-    `born` and `died` are called with a storage's key, unique among the living, and its bytes, in the true order; a
-    death is told with the next birth, or by `settle`. So it does not matter which thread lets go of a storage last. One
-    that has been resized has died and was born again, when the next op looks at it.
-    """
-
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._gone: deque[int] = deque()
-        for tensor in held:
-            self.see(tensor)
-
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        for tensor in tensors_of(out):
-            self.see(tensor)
-        return out
-
-    def see(self, tensor: Tensor) -> int:
-        """Follow a tensor's storage from now on, if it is a new one. Returns its key; 0 for an empty one."""
-        if self._gone:
-            self.settle()
-        storage = tensor.untyped_storage()
-        key, size = int(storage._cdata), storage.nbytes()
-        if (known := self._known.get(key)) is not None:
-            if known[1] == size:
-                return key
-            self.died(key, self._known.pop(key)[1])
-        if not size or tensor.is_meta:
-            return 0
-        gone = self._gone
-        self._known[key] = weakref.ref(storage, lambda _: gone.append(key)), size
-        self.born(key, size)
-        return key
-
-    def settle(self) -> None:
-        """Tell the deaths there were."""
-        while self._gone:
-            key = self._gone.popleft()
-            self.died(key, self._known.pop(key)[1])
-
-    @abstractmethod
-    def born(self, key: int, size: int) -> None:
-        """A storage of `size` bytes has appeared."""
-
-    @abstractmethod
-    def died(self, key: int, size: int) -> None:
-        """It is gone; its key may be given to another."""
-
-
-class PeakMemory(MemoryTracker):
-    """The bytes of all storages followed, and the most there were at one time.
+    held: tensors that are there already. A death is counted with the next birth, or when `now` is asked: so it does not
+    matter which thread lets go of a storage last. One that has been resized has died and was born again, when the next
+    op looks at it.
 
     >>> import torch
     >>> held = torch.zeros(4)
@@ -174,17 +125,41 @@ class PeakMemory(MemoryTracker):
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # by key, unique among the living
+        self._gone: deque[int] = deque()
         self._now = self.peak = 0
-        super().__init__(held)
+        for tensor in held:
+            self._see(tensor)
 
     @property
     def now(self) -> int:
-        self.settle()
+        self._settle()
         return self._now
 
-    def born(self, key: int, size: int) -> None:
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        for tensor in tensors_of(out):
+            self._see(tensor)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage from now on, if it is a new one."""
+        self._settle()
+        storage = tensor.untyped_storage()
+        key, size = int(storage._cdata), storage.nbytes()
+        if (known := self._known.get(key)) is not None:
+            if known[1] == size:
+                return
+            self._now -= self._known.pop(key)[1]
+        if not size or tensor.is_meta:
+            return
+        gone = self._gone
+        self._known[key] = weakref.ref(storage, lambda _: gone.append(key)), size
         self._now += size
         self.peak = max(self.peak, self._now)
 
-    def died(self, key: int, size: int) -> None:
-        self._now -= size
+    def _settle(self) -> None:
+        """Count the deaths there were."""
+        while self._gone:
+            self._now -= self._known.pop(self._gone.popleft())[1]

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from executor.device.device import HostDevice
 from executor.modules import philox
 from executor.modules.functions import token_loss
+from executor.modules.remade import outputs
 from executor.parallel.expert_all_to_all import ExpertAllToAll
 from executor.parallel.inline import RankRegion
 from executor.parallel.shares import ParamShard
@@ -75,8 +76,7 @@ def evaluate(built: BuiltChunks, x: Tensor, extras: Mapping[str, tuple[object, .
     wired = wiring(built.units, built.reads)
     read = {r for reads in wired.values() for r in reads}
     for name, unit in built.units.items():
-        out = unit(*(v for r in wired[name] for v in values[r]), *extras.get(name, ()))
-        values[name] = (out,) if isinstance(out, Tensor) else tuple(out)
+        values[name] = outputs(unit(*(v for r in wired[name] for v in values[r]), *extras.get(name, ())))
     ends = [values[name][0] for name in built.units if name not in read]
     return total(ends)
 

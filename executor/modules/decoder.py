@@ -36,19 +36,6 @@ from ir.workload.config.spec import ModelConfig
 WEIGHT = 0.3  # λ of the paper's first 10 T tokens
 
 
-class NextTokenEmbed(nn.Module):
-    """Part `embed` of an MTP module: embeddings of the next tokens."""
-
-    def __init__(self, c: ModelConfig, make: Params, stream: torch.dtype) -> None:
-        super().__init__()
-        self.inner = EmbedPart(c, make, stream)
-
-    def forward(self, following: Tensor) -> Tensor:
-        """They are read where their labels are masked, too (a prompt's): later tokens attend to what is here."""
-        found: Tensor = self.inner(following)
-        return found
-
-
 class NextTokenProjection(nn.Module):
     """Part `proj`: the hidden state and the next token's embedding, each normed, projected together from 2h to h."""
 
@@ -198,7 +185,8 @@ class DecoderModel:
         layer = c.layers + int(name.removeprefix("mtp"))
         prefix = f"{c.names.layers}.{layer}."
         parts: dict[str, nn.Module] = {
-            "embed": NextTokenEmbed(c, make, stream),
+            # Of the next tokens, also where their labels are masked (a prompt's): later tokens attend to what is here.
+            "embed": EmbedPart(c, make, stream),
             "proj": NextTokenProjection(c, make, prefix),
         }
         inner, wired = self._layer(make, layer, "proj", name in self.spread)

@@ -29,9 +29,9 @@ def own(made: Tensor, of: Tensor) -> Tensor:
     return made.clone() if made.dtype == of.dtype else made
 
 
-def stretches(rows: int) -> list[slice]:
-    """Rows that a norm works on at a time, as a fused kernel does: their wide copies are no tensors of the whole."""
-    size = max(LEAST_ROWS, -(-rows // STRETCHES))
+def stretches(rows: int, count: int = STRETCHES, least: int = LEAST_ROWS) -> list[slice]:
+    """Rows (as said here, a norm's) worked on at a time, as a fused kernel does: wide copies are none of the whole."""
+    size = max(least, -(-rows // count))
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 

@@ -18,6 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 REMADE = frozenset({"norm", "up_projection", "activation", "operators"})  # the options that name such values
 
 
+def outputs(out: Any) -> tuple[Tensor, ...]:
+    """What a module returned, one tensor or several."""
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
 class RemadeBufferCall:
     """One call of a function of tensors, and what it gave. readers: the passages that will still read some of it."""
 
@@ -30,7 +35,7 @@ class RemadeBufferCall:
         """What forward had, to the last bit: made now, or before."""
         if self.made is None:
             with torch.no_grad():
-                self.made = _tuple(self.make(*map(tensor_of, self.inputs)))
+                self.made = outputs(self.make(*map(tensor_of, self.inputs)))
             self.inputs = ()
         return self.made
 
@@ -149,7 +154,7 @@ def remade(option: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
 def remade_as(option: str, make: Callable[..., Any], inputs: tuple[Tensor, ...], out: Any) -> None:
     """The same of what was made with more: make(*inputs) gives out again, to the last bit."""
     if (values := _RUNNING.get()) is not None and option in values.options:
-        values.note(make, inputs, _tuple(out))
+        values.note(make, inputs, outputs(out))
 
 
 def following(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -164,7 +169,3 @@ def kept(t: Tensor) -> Tensor | RemadeBufferView:
     """What to save of a tensor inside of hooks of one's own: autograd asks the innermost ones alone."""
     values = _RUNNING.get()
     return t if values is None else values.kept(t, late=values.late)
-
-
-def _tuple(out: Any) -> tuple[Tensor, ...]:
-    return (out,) if isinstance(out, Tensor) else tuple(out)

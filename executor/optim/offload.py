@@ -1,12 +1,11 @@
 """An optimizer of which the host may make a share, and then keeps the moments and weights of that."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from executor.device.device import Device, on_host
+from executor.device.device import Device, on_host, threads
 from executor.device.memory import unfollowed
 from executor.optim.muon import MatrixShardGroup
 from executor.optim.optimizer import Optimizer, Runs, decay_of
@@ -86,7 +85,7 @@ class OffloadedOptimizer:
         self.own.step(self._device(grads), scale)
         for name, copy in down.items():
             grad, *told = copy.read()
-            with on_host(), unfollowed(), _threads(self.device.host_threads):
+            with on_host(), unfollowed(), threads(self.device.host_threads):
                 self.host[name].step({name: grad}, told[0] if told else scale)
                 share, wide = self.shares[name], self.host[name].params[name]
                 weight = wide.to(share.dtype)
@@ -96,16 +95,6 @@ class OffloadedOptimizer:
     def _device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The device's share of each."""
         return {n: t.view(-1)[: self.begins[n]] if n in self.begins else t for n, t in tensors.items()}
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _within(runs: Runs, begin: int, end: int) -> Runs:

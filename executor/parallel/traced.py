@@ -7,20 +7,13 @@ from contextlib import contextmanager
 from functools import wraps
 from itertools import count
 from threading import local
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 IN_PLACE = ("sum", "largest")
-
-
-class _Axis(Protocol):
-    """A rank's end of a group, as `RankAxis`."""
-
-    size: int
-    axis: str
 
 
 Call = Callable[[Any, Tensor], Tensor]
@@ -42,8 +35,9 @@ def collectives_traced() -> Iterator[None]:
 
 
 @contextmanager
-def over_axes(axes: Mapping[str, _Axis]) -> Iterator[None]:
-    """Inside, the collectives of compiled code that this thread runs go over these axes, by name."""
+def over_axes(axes: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the collectives of compiled code that this thread runs go over these axes, each a
+    `RankAxis`, by name."""
     before, _rank.axes = getattr(_rank, "axes", {}), axes
     try:
         yield

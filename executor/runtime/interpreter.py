@@ -30,7 +30,6 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.core.ops import Pass
 from ir.plan.plan import AT_START, OpKind
 
-CPU = torch.device("cpu")
 RESULTS = "results"  # what a device is told of where the last op has been dispatched
 Act = Callable[[], object]
 Row = tuple[int, str, str, float, float, float]  # step, stream, op, post_s, start_s, end_s
@@ -327,14 +326,3 @@ class PlanInterpreter:
             message = f"{op.text} reads what {node} made, which was freed already or never came"
             raise PiperError(ErrorKind.ILLEGAL_PLAN, message)
         return self._values[value]
-
-
-def boundary(
-    size: int, length: int, hidden: int, dtype: torch.dtype, device: torch.device = CPU
-) -> Callable[[], Tensor]:
-    """Makes receive buffers: what crosses a stage boundary is (sequences, tokens, hidden).
-
-    >>> boundary(1, 4, 8, torch.float32)().shape
-    torch.Size([1, 4, 8])
-    """
-    return lambda: torch.empty(size, length, hidden, dtype=dtype, device=device)

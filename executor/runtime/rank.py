@@ -27,7 +27,7 @@ from executor.parallel.collective import groups
 from executor.parallel.inline import Meeting, RankRegion, inline_groups
 from executor.parallel.router_guide import planned_routes
 from executor.runtime.batch import Batches, PendingMicrobatch, blank_batches, rank_batches, rank_tests
-from executor.runtime.interpreter import PlanInterpreter, StepResult, boundary
+from executor.runtime.interpreter import PlanInterpreter, StepResult
 from executor.runtime.kernels import BlankBucketSync, BlankStage, TimedKernels
 from executor.runtime.program import RankPlan
 from executor.runtime.rank_model import RankModel
@@ -254,7 +254,8 @@ def crossing(prepared: PreparedJob, device: Device, region: RankRegion | None = 
     """Makes an empty tensor of what crosses a stage boundary: of the rank's own tokens."""
     job, region = prepared.job, region or RankRegion.of(prepared.plan(), 0)
     shape = job.schedule.microbatch_size, job.model.seq_len // region.divides, prepared.config.hidden
-    return boundary(*shape, TORCH[precision_of(job).stream], device.torch)
+    dtype = TORCH[precision_of(job).stream]
+    return lambda: torch.empty(shape, dtype=dtype, device=device.torch)
 
 
 def blank(prepared: PreparedJob, plan: Plan, program: RankPlan, spec: PlanRun) -> TimedKernels:

@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import get_ident
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode, maybe_get_fake_mode
 
 from executor.device.device import on_gpu
 from executor.modules.functions import apply, wide
+from executor.modules.functions import stretches as row_stretches
 from executor.parallel.inline import stretches
 
 LANES = 8  # a GPU's fused kernels want features in multiples of as many
 FLASH_FEATURES = 192  # of shared heads at most: some GPUs' flash kernel has no backward of more
 STRETCHES = 128  # in which attention in plain products works through its queries
 LEAST_QUERIES = 4
+_rows = partial(row_stretches, count=STRETCHES, least=LEAST_QUERIES)
 _biases: list[weakref.ref[Tensor]] = []
 
 
@@ -101,12 +103,6 @@ class _Made(torch.autograd.Function):
         return dq, _per_key(dk.to(q.dtype), k.shape[1]), _per_key(dv.to(q.dtype), v.shape[1]), None, None
 
 
-def _rows(length: int) -> list[slice]:
-    """Stretches of queries."""
-    size = max(LEAST_QUERIES, -(-length // STRETCHES))
-    return [slice(i, min(i + size, length)) for i in range(0, length, size)]
-
-
 def _some(hidden: Tensor, at: slice) -> Tensor:
     """A copy: who follows storages must not take a part of a table for something new."""
     return hidden.index_select(0, torch.arange(at.start, at.stop, device=hidden.device))
@@ -142,7 +138,6 @@ def attend(
     it, as backward makes the scores again (Megatron's selective recompute). scaled: of scores, beside 1/sqrt(features).
     """
     scale = q.shape[-1] ** -0.5 * scaled
-    grouped = k.shape[1] != q.shape[1]
     if not 0 < sight.window < k.shape[2]:
         sight = replace(sight, window=0)
     gpu = fused and on_gpu(q)
@@ -151,11 +146,7 @@ def attend(
     if gpu or not fused or v.shape[-1] != q.shape[-1]:  # a CPU's want one width; else they store the scores
         return apply(_Made if fused or again else _Stored, q, k, v, sight, scale)
     mask = _added(q, sight) if sight != AttentionMask() else None
-    own = None if scaled == 1.0 else scale  # torch's own may differ from ours by a rounding
-    found: Tensor = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=own
-    )
-    return found
+    return _fused(q, k, v, mask, None if scaled == 1.0 else scale)  # torch's own may differ from ours by a rounding
 
 
 def beside_scores(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, scale: float) -> Tensor:
@@ -169,11 +160,14 @@ def beside_scores(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, scale: 
     if mask is not None or q.dtype is torch.float32 or width > FLASH_FEATURES or not _flash(q):
         k, v = (_per_query(t, q.shape[1]) for t in (k, v))
     q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
-    grouped = k.shape[1] != q.shape[1]
+    return _fused(q, k, v, mask, scale)[..., :narrow]
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     found: Tensor = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scale
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1], scale=scale
     )
-    return found[..., :narrow]
+    return found
 
 
 def _flash(q: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING, BuiltChunks, TokenLoss
 from executor.modules.hub_weights import HubCheckpoint
+from executor.modules.remade import outputs
 from executor.modules.user.annotate import cut
 from executor.modules.user.divided.linears import ModelShard, divide
 from executor.modules.user.exported import copy_of, export_cut, logits_of, shapes_of
@@ -20,7 +21,6 @@ from executor.modules.user.given import UserModelWeights, saved_buffers
 from executor.modules.user.purity import (
     ChunkCall,
     host_seeded,
-    outputs,
     refuse_impure,
     refuse_memory,
     refuse_unlike,

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 from executor.device.memory import OpWatch
+from executor.modules.remade import outputs
 from executor.modules.user.annotate import model_error
 from ir.core.errors import PiperError
 
@@ -127,11 +128,6 @@ def _twice(watch: "_Watch", call: Callable[[], object], inputs: tuple[Tensor, ..
         one = first[at][0] if at < len(first) else "nothing"
         raise _impure(name, f"does not do the same twice (from {one} on)", "values of the clock, the host or a counter")
     return found
-
-
-def outputs(found: Any) -> tuple[Tensor, ...]:
-    """What a chunk returned, one tensor or several."""
-    return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
 def unreached(forward: Callable[[], tuple[Tensor, ...]], module: nn.Module) -> frozenset[int]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from executor.device.device import threads
 from executor.device.valueless import ValuelessModel
 from executor.modules.base import TRACING
 from executor.modules.hub_weights import HubCheckpoint
@@ -42,7 +43,7 @@ def load_callable(reference: str, seed: int = 0) -> Callable[..., object]:
     if not file.is_file():
         raise PiperError(ErrorKind.IO, "no such file", file=path)
     # Packages that put another module in their own place are not to be imported by two threads at once.
-    with TRACING, torch.random.fork_rng(devices=[]), host_seeded(seed), _without_arguments(file), _one_thread():
+    with TRACING, torch.random.fork_rng(devices=[]), host_seeded(seed), _without_arguments(file), threads(1):
         torch.manual_seed(seed)
         try:
             module = run_file(f"piper_user_{file.stem}", file)
@@ -53,17 +54,6 @@ def load_callable(reference: str, seed: int = 0) -> Callable[..., object]:
         fix = nearest(name, known)
         raise PiperError(ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=fix)
     return cast(Callable[..., object], found)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """As ranks have it: where a tensor is cut between threads, the last bit of an elementwise function may differ."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -95,7 +85,7 @@ class UserModelBuild:
         self.drawn: Mapping[str, int] = {}
 
     def __call__(self) -> object:
-        with _one_thread():
+        with threads(1):  # as ranks have it
             made = self.build()
         self.drawn = checksums(made) if isinstance(made, nn.Module) else {}
         return made
