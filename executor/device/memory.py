@@ -8,10 +8,11 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,15 +40,9 @@ def resolve_operators() -> None:
 _ASIDE = threading.local()
 
 
-@contextmanager
-def unfollowed() -> Iterator[None]:
+def unfollowed() -> AbstractContextManager[object]:
     """What this thread does there is the host's own: neither memory nor work of a device, whoever follows its ops."""
-    before = getattr(_ASIDE, "on", False)
-    _ASIDE.on = True
-    try:
-        yield
-    finally:
-        _ASIDE.on = before
+    return patch.object(_ASIDE, "on", True, create=True)
 
 
 class OpWatch(TorchDispatchMode, ABC):
@@ -88,6 +83,17 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [x for part in value for x in tensors_of(part)]
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)] if isinstance(value, dict) else []
+
+
+def named(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call of an operator is given, by the names of its arguments."""
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+def overwritten(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What of that the operator writes to."""
+    given, to = named(func, args, kwargs), func._schema.arguments
+    return [given[a.name] for a in to if a.alias_info and a.alias_info.is_write and a.name in given]
 
 
 def forget_peaks(device: torch.device) -> None:

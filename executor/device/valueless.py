@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map
 
-from executor.device.memory import OpWatch, tensors_of
+from executor.device.memory import OpWatch, overwritten, tensors_of
 from ir.core.errors import ErrorKind, PiperError
 
 _NEW = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")  # of sizes, not of values
@@ -42,12 +43,8 @@ class ValuelessModel(OpWatch):
     @contextmanager
     def building(self) -> Iterator[Self]:
         """Modules are made, cut and cast inside."""
-        _BUILDS.mode = self
-        try:
-            with self:
-                yield self
-        finally:
-            del _BUILDS.mode
+        with patch.object(_BUILDS, "mode", self, create=True), self:
+            yield self
 
     def register(self, module: nn.Module, name: str, param: Tensor) -> None:
         """A module is given a parameter."""
@@ -75,7 +72,7 @@ class ValuelessModel(OpWatch):
         schema, name = func._schema, func._schema.name.partition("::")[2]
         if name.endswith(_NEW) or any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
             return func(*args, **kwargs)
-        written = _written(schema, args, kwargs)
+        written = overwritten(func, args, kwargs)
         for tensor in tensors_of(written):
             self.note(tensor)
         if written:
@@ -127,12 +124,6 @@ def _truncated(plain: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwarg
 
 if _TRUNCATED in vars(nn.init):  # which classes have by other names of the function that calls it
     vars(nn.init)[_TRUNCATED] = partial(_truncated, vars(nn.init)[_TRUNCATED])
-
-
-def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an op writes to."""
-    given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-    return [given[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in given]
 
 
 def _meta(x: Any) -> Any:

@@ -29,6 +29,7 @@ from executor.modules.attention.attend import forget_masks, kept_masks
 from executor.modules.attention.rope import forget_tables
 from executor.modules.base import BuiltChunks, Model, example_extra, wiring
 from executor.modules.user.annotate import model_error
+from executor.modules.user.exported import tensors_of
 from executor.modules.user.model import UserModel
 from executor.modules.user.routed import balanced
 from executor.parallel.inline import MessageAxis
@@ -39,10 +40,6 @@ Sizes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 Take = Callable[[], tuple[Message, ...]]
-
-
-def _none() -> tuple[Message, ...]:
-    return ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def measure(
     inputs: Sizes,
     extras: Sequence[object],
     weights: Mapping[str, Tensor],
-    messages: Take = _none,
+    messages: Take = tuple,
     *,
     inward: bool = True,
     backward: bool = True,
@@ -96,7 +93,7 @@ def measure(
 
     messages: asked for those noted since it was last asked. inward: whether inputs have gradients. backward: or F only.
     """
-    with StorageKernels([*_constants(module), *(e for e in extras if isinstance(e, Tensor))]) as t:
+    with StorageKernels([*tensors_of(module), *kept_masks(), *(e for e in extras if isinstance(e, Tensor))]) as t:
         due = set[int]()  # what W hands out
         run = SplitPass(weights, lambda name, grad: due.update(t.holds([grad])), inputs=inward)
         acts = [torch.ones(s, dtype=d, device="cpu") for s, d in inputs]
@@ -149,13 +146,6 @@ def _keeps() -> PiperError:
     return model_error(message, fix, "forwards that depend on parameters and inputs alone", "model.module")
 
 
-def _constants(module: nn.Module) -> Iterator[Tensor]:
-    """What is there before a module is called."""
-    yield from (*module.parameters(), *module.buffers(), *kept_masks())
-    for part in module.modules():
-        yield from (t for t in vars(part).values() if isinstance(t, Tensor))  # attributes, no buffers
-
-
 def _input_grad(
     t: StorageKernels, run: SplitPass, sizes: Sizes
 ) -> tuple[PassMeasure, set[int], set[int], PassCalls, set[int]]:
@@ -205,12 +195,9 @@ class _OneMode(FakeTensorMode):
 
     def built(self, build: Callable[[], object]) -> object:
         """What `build` makes."""
-        self.building = True
-        try:
-            with patch.object(torch, "asarray", partial(_with_values, torch.asarray)):
-                return build()
-        finally:
-            self.building = False
+        asarray = partial(_with_values, torch.asarray)
+        with patch.object(self, "building", True), patch.object(torch, "asarray", asarray):
+            return build()
 
 
 def _with_values(asarray: Callable[..., Tensor], of: object, *args: Any, **kwargs: Any) -> Tensor:  # untyped
@@ -245,11 +232,11 @@ def survey(
     names = {id(p): n for n, p in built.params.items()}
     shapes: dict[str, Sizes] = {"": (((size, length), torch.int64),), **(given or {})}
     reads = {**wiring(built.units, built.reads), **built.reads}
-    found, take = {}, () if axis is None else (axis.take,)
-    without = _without_inputs(built)
+    found, take = {}, tuple if axis is None else axis.take
+    without, ids = _without_inputs(built), torch.zeros(size, length, dtype=torch.int64, device="cpu")
     for unit, module in built.units.items():
         inputs = tuple(s for r in reads[unit] for s in shapes[r])
-        extras = batch(built, unit, size, length)
+        extras = [example_extra(want, ids) for want in built.extras.get(unit, ())]
         for wire in (built.exchanges[r] for r in reads[unit] if r in built.exchanges):
             if wire.counts and not wire.back:  # as many rows from each rank for each expert
                 (((experts,), _),) = shapes[wire.counts]
@@ -263,9 +250,9 @@ def survey(
             if isinstance(model, UserModel) and model.divides > 1:  # so that the masks of all layers are there
                 with torch.no_grad():
                     module(*(torch.ones(s, dtype=d, device="cpu") for s, d in inputs), *extras)
-                take[0]() if take else None
+                take()
             inward = unit not in without
-            found[unit] = measure(module, inputs, extras, weights, *take, inward=inward, backward=backward)
+            found[unit] = measure(module, inputs, extras, weights, take, inward=inward, backward=backward)
         shapes[unit] = found[unit].shapes
         shapes |= {p: tuple(shapes[unit][k] for k in at) for p, at in built.ports.get(unit, {}).items()}
         shapes |= {n: shapes[x.reads] for n, x in built.exchanges.items() if x.reads in shapes}
@@ -302,9 +289,3 @@ def _blaming(unit: str) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         message = f"{unit} failed without values: {type(error).__name__}: {error}"
         raise model_error(message, "run the module on a small batch first") from error
-
-
-def batch(built: BuiltChunks, unit: str, size: int, length: int) -> list[object]:
-    """What a unit takes of a microbatch, without values."""
-    ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
-    return [example_extra(want, ids) for want in built.extras.get(unit, ())]

@@ -29,7 +29,6 @@ from executor.parallel.divided_reads import (
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
-MASK = 3  # where among attention's arguments its mask stands
 Followed = Mapping[fx.Node, Stretches]
 TokenCheck = Callable[[fx.Node, Followed], bool]
 
@@ -146,9 +145,7 @@ def leaves(node: fx.Node) -> list[Any]:
 
 def mask_of(node: fx.Node) -> Any:
     """An attention's mask; None without one, and of any other node."""
-    if node.target is not ATTENTION:
-        return None
-    return node.args[MASK] if len(node.args) > MASK else node.kwargs.get("attn_mask")
+    return arguments(node).get("attn_mask") if node.target is ATTENTION else None
 
 
 def _counts_words(node: fx.Node, dims: Followed) -> bool:
@@ -221,7 +218,7 @@ def _attends(node: fx.Node, dims: Followed) -> bool:
 
 def sees_past_only(node: fx.Node) -> bool:
     """Whether an attention's flag is set."""
-    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal"))
+    return bool(arguments(node).get("is_causal"))
 
 
 CHECKS: Mapping[Any, TokenCheck] = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -112,11 +113,8 @@ def functions_applied(by: Callable[..., Any]) -> Iterator[None]:
         plain = apply.__func__
         return by(plain, cls, *args, **kwargs) if get_ident() == here else plain(cls, *args, **kwargs)
 
-    type.__setattr__(Function, "apply", classmethod(applied))
-    try:
+    with patch.object(Function, "apply", classmethod(applied)):
         yield
-    finally:
-        type.__setattr__(Function, "apply", apply)
 
 
 def _traced(tracer: fx.Tracer, plain: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from executor.device.memory import OpWatch
+from executor.device.memory import OpWatch, named, overwritten, tensors_of
 from executor.modules.remade import outputs
 from executor.modules.user.annotate import model_error
 from ir.core.errors import PiperError
@@ -206,21 +206,15 @@ class _Watch(OpWatch):
     def _refuse_random(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.draws or torch.Tag.nondeterministic_seeded not in func.tags:
             return
-        names = [a.name for a in func._schema.arguments]
-        if "dropout_p" in names:  # attention, which draws only where it drops out
-            given = dict(zip(names, args, strict=False)) | dict(kwargs)
-            if not given.get("dropout_p"):
-                return
+        attention = any(a.name == "dropout_p" for a in func._schema.arguments)
+        if attention and not named(func, args, kwargs).get("dropout_p"):  # which draws only where it drops out
+            return
         raise _impure(self.name, f"draws random numbers ({func})", "dropout and noise in forward")
 
     def _refuse_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-        for a in func._schema.arguments:
-            if a.alias_info is None or not a.alias_info.is_write:
-                continue
-            for t in tree_leaves(given.get(a.name)):
-                if isinstance(t, Tensor) and (found := self.held.get(id(t.untyped_storage()))) is not None:
-                    raise _impure(self.name, f"writes {found} in forward ({func})", "buffers as state")
+        for t in tensors_of(overwritten(func, args, kwargs)):
+            if (found := self.held.get(id(t.untyped_storage()))) is not None:
+                raise _impure(self.name, f"writes {found} in forward ({func})", "buffers as state")
 
 
 def numpy_state() -> tuple[object, ...]:

@@ -3,10 +3,11 @@
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ def load_callable(reference: str, seed: int = 0) -> Callable[..., object]:
     if not file.is_file():
         raise PiperError(ErrorKind.IO, "no such file", file=path)
     # Packages that put another module in their own place are not to be imported by two threads at once.
-    with TRACING, torch.random.fork_rng(devices=[]), host_seeded(seed), _without_arguments(file), threads(1):
+    alone = patch.object(sys, "argv", [str(file)])  # this process's arguments are not for it
+    with TRACING, torch.random.fork_rng(devices=[]), host_seeded(seed), alone, threads(1):
         torch.manual_seed(seed)
         try:
             module = run_file(f"piper_user_{file.stem}", file)
@@ -54,16 +56,6 @@ def load_callable(reference: str, seed: int = 0) -> Callable[..., object]:
         fix = nearest(name, known)
         raise PiperError(ErrorKind.MODEL, f"no callable {name!r}", file=path, allowed=known, suggestion=fix)
     return cast(Callable[..., object], found)
-
-
-@contextmanager
-def _without_arguments(file: Path) -> Iterator[None]:
-    """Those of this process are not for the file."""
-    before, sys.argv = sys.argv, [str(file)]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def _failed(file: Path, error: BaseException) -> PiperError:

@@ -4,13 +4,13 @@ own tensors.
 torch.export takes as long as many steps of a small model do, and only one thread at a time may be in it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import local
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, fx, nn
 
@@ -48,14 +48,9 @@ class RankExports:
         return None
 
 
-@contextmanager
-def exports_shared(forwards: RankExports | None) -> Iterator[None]:
+def exports_shared(forwards: RankExports | None) -> AbstractContextManager[object]:
     """Inside, this thread exports what is not among these, and puts it there. None: it exports for itself."""
-    before, _here.forwards = getattr(_here, "forwards", None), forwards
-    try:
-        yield
-    finally:
-        _here.forwards = before
+    return patch.object(_here, "forwards", forwards, create=True)
 
 
 def shared_exports() -> RankExports | None:

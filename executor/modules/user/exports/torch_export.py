@@ -2,12 +2,12 @@
 
 import linecache
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from inspect import Parameter, signature
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -73,23 +73,13 @@ def _exported(module: nn.Module, size: int, length: int) -> fx.GraphModule:
     _check_inputs(module)
     ids = torch.zeros(size, length, dtype=torch.int64, device="cpu")
     try:
-        with _without_stacks():
+        # Nobody asks a node which lines of Python made it, and to look them up is a quarter of an export.
+        with patch.object(config, "do_not_emit_stack_traces", True, create=True):
             return torch.export.export(module, (ids,), options(module), strict=False).module(check_guards=False)
     except PiperError:
         raise
     except Exception as error:  # of torch.export, of dynamo, of the user's code: of any kind
         raise _not_exported(module, error) from error
-
-
-@contextmanager
-def _without_stacks() -> Iterator[None]:
-    """Nobody asks a node which lines of Python made it, and to look them up is a quarter of an export."""
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before
 
 
 def options(module: nn.Module) -> dict[str, Any]:

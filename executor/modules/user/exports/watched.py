@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, fx, nn
 
@@ -50,11 +51,8 @@ def forward_watched(module: nn.Module) -> Iterator[tuple[list[Assigned], list[Un
         plain(self, name, value)
 
     before = random.getstate(), numpy_state()
-    type.__setattr__(nn.Module, "__setattr__", assigned)
-    try:
+    with patch.object(nn.Module, "__setattr__", assigned):
         yield counted, unregistered
-    finally:
-        type.__setattr__(nn.Module, "__setattr__", plain)
     if before != (random.getstate(), numpy_state()):
         raise _beside("draws random numbers on the host")
 

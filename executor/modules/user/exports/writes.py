@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from executor.device.memory import overwritten
+
 
 def ancestors(ends: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
     """These nodes and all that they are made of, as far as it is not known."""
@@ -24,8 +26,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    to = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    to = overwritten(node.target, node.args, node.kwargs)
     return [t for t in tree_leaves(to) if isinstance(t, fx.Node)]  # a `_foreach` call writes a list
 
 

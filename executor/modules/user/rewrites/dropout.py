@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from executor.device.memory import named
 from executor.parallel.divided_reads import Divided
 from ir.core.errors import ErrorKind, PiperError
 
@@ -152,10 +153,7 @@ def _dropped(node: fx.Node) -> tuple[int, ...]:
 
 def _given(node: fx.Node) -> dict[str, Any]:
     """A dropout's arguments by name; of any other node none."""
-    if node.target not in (DROPOUT, ATTENTION):
-        return {}
-    names = [a.name for a in node.target._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return named(node.target, node.args, node.kwargs) if node.target in (DROPOUT, ATTENTION) else {}
 
 
 def _key(text: str) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -105,14 +106,10 @@ def functions_kept() -> Iterator[list[_OwnCall]]:
         return enter(self)
 
     _calls.clear()
-    type.__setattr__(torch.Tensor, "register_hook", hooked)
-    type.__setattr__(saved_tensors_hooks, "__enter__", entered)
-    try:
-        with functions_applied(_kept):
-            yield _calls
-    finally:
-        type.__setattr__(torch.Tensor, "register_hook", hook)
-        type.__setattr__(saved_tensors_hooks, "__enter__", enter)
+    no_hook = patch.object(torch.Tensor, "register_hook", hooked)
+    none_kept = patch.object(saved_tensors_hooks, "__enter__", entered)
+    with no_hook, none_kept, functions_applied(_kept):
+        yield _calls
 
 
 def _kept(plain: Apply, cls: type[Function], *args: Any, **kwargs: Any) -> Any:
