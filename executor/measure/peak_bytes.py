@@ -6,7 +6,7 @@ tensors are fake. Either way a rank costs about as much as two of its steps.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,22 +26,14 @@ from executor.runtime.interpreter import PlanInterpreter
 from executor.runtime.program import RankPlan
 from executor.runtime.rank import crossing
 from executor.runtime.rank_model import RankModel
+from executor.transport.base import JoinedTransport, TransportHandle
 from ir.graph.expert_rows import spread_chunks
 from ir.job.build import PreparedJob
 from ir.plan.places import RankPlacement
 from ir.plan.plan import Plan
 
 QUICK_FLOPS = 2**28  # of one node: some 10 ms on a core, about what its kernels take as fake ones
-
-
-class TransportDone:
-    """A handle of what is over as soon as it is posted."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
+DONE = JoinedTransport(())  # what is over as soon as it is posted
 
 
 class TransportWithoutPeers:
@@ -50,37 +42,21 @@ class TransportWithoutPeers:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def send(self, dst: int, tensor: Tensor) -> TransportDone:
-        return TransportDone()
+    def send(self, *_: object, **more: object) -> TransportHandle:
+        return DONE
 
-    def recv(self, src: int, into: Tensor) -> TransportDone:
-        return _zeros(into)
+    def recv(self, source: object, into: Tensor, *_: object) -> TransportHandle:
+        with torch.no_grad():
+            into.zero_()
+        return DONE
 
-    def all_reduce(self, group: str, tensor: Tensor, *, largest: bool = False) -> TransportDone:
-        return TransportDone()
-
-    def reduce_scatter(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
-        return _zeros(into)
-
-    def all_gather(self, group: str, into: Tensor, tensor: Tensor) -> TransportDone:
-        return _zeros(into)
-
-    def all_to_all(
-        self, group: str, into: Tensor, tensor: Tensor, into_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> TransportDone:
-        return _zeros(into)
+    all_reduce = send
+    reduce_scatter = all_gather = all_to_all = recv
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Nobody to wait for, and nothing to take down."""
 
-    def close(self) -> None:
-        """Nothing to take down."""
-
-
-def _zeros(into: Tensor) -> TransportDone:
-    with torch.no_grad():
-        into.zero_()
-    return TransportDone()
+    close = barrier
 
 
 class DeviceWithoutValues(OpWatch):

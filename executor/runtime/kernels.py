@@ -1,6 +1,6 @@
 """How the work of compute ops is done: with arithmetic, or without it in a time that is given."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,17 +54,10 @@ class BlankStage:
         self._grad = boundary().zero_()
         self._routes = routes
 
-    def feed(self, mb: int, *acts: Tensor) -> None:
-        """Nobody reads it."""
+    def feed(self, *_: object) -> None:
+        """Nobody reads it, or works on it."""
 
-    def feed_extra(self, mb: int, unit: str, *extras: object) -> None:
-        """Nobody reads them."""
-
-    def feed_grad(self, mb: int, *grads: Tensor | None) -> None:
-        """Nobody reads it."""
-
-    def work(self, mb: int, passes: Iterable[tuple[Pass, str]]) -> None:
-        """Nothing to do."""
+    feed_extra = feed_grad = work = feed
 
     def exchange(self, pass_: Pass, mb: int, name: str) -> ExpertTransfer:
         """Rows as planned, of zeros."""
@@ -110,8 +103,10 @@ class BlankBucketSync:
             sums, whole = (torch.zeros(shard * b.ranks, dtype=d, device=CPU) for d in formats)
             self._buckets[b.key] = sums, whole, own
 
-    def begin(self) -> None:
-        """Nothing to clear."""
+    def begin(self, *_: object) -> None:
+        """No gradients, no parameters, and nobody reads any."""
+
+    open = reads = close = update = begin
 
     def start(self, meeting: Collective, transport: Transport) -> Start:
         group = meeting.group
@@ -127,18 +122,6 @@ class BlankBucketSync:
                 return lambda: transport.all_gather(group, whole, whole[own]), None
             case _:
                 raise AssertionError(f"{meeting} has no bucket")
-
-    def open(self, bucket: str, mb: int) -> None:
-        """No gradients."""
-
-    def reads(self, buckets: Sequence[str], op: str) -> None:
-        """Nobody reads them."""
-
-    def close(self, meeting: Collective) -> None:
-        """It stays."""
-
-    def update(self) -> None:
-        """No parameters."""
 
     def squares(self) -> Tensor:
         return torch.zeros(0, device=CPU)

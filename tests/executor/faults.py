@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from executor.autograd.stage import Stage
-from executor.measure.peak_bytes import TransportDone
+from executor.measure.peak_bytes import DONE
 from executor.optim.optimizer import ParamGradients
 from executor.runtime.batch import Microbatch, MicrobatchLoader
 from executor.runtime.interpreter import PlanInterpreter
@@ -30,7 +30,7 @@ def no_reduction(ctx: RankContext, **spec: Any) -> Any:
     """Copies are updated from their own gradients alone."""
 
     def reduce_scatter(self: GlooTransport, group: str, into: Tensor, tensor: Tensor) -> TransportHandle:
-        return TransportDone()
+        return DONE
 
     GlooTransport.reduce_scatter = reduce_scatter  # type: ignore[assignment,method-assign]
     return train_rank(ctx, **spec)

@@ -9,7 +9,7 @@ import torch
 from executor.device.device import HostDevice
 from executor.measure.kernels import KernelSample, piece_samples, recipes, runner
 from executor.measure.links import MessageSample, ladder, link_samples, wanted
-from executor.measure.ops import HostDeviceTimer, names_of, op_samples
+from executor.measure.ops import host_seconds, names_of, op_samples
 from ir.core.work import DType, Kernel, KernelKind, MessageKind
 from ir.graph.classes import node_classes
 from ir.graph.graph import PerStepOp
@@ -45,7 +45,7 @@ def test_every_class_that_a_rank_computes_is_timed(name: str, tmp_path: Path) ->
     torch.manual_seed(0)
     notes: list[str] = []
     for program, rank in ((0, 0), (1, prepared.ranks - 1)):
-        found = op_samples(prepared, plan, names_of(plan), rank, HostDevice(), HostDeviceTimer(), 2, notes.append)
+        found = op_samples(prepared, plan, names_of(plan), rank, HostDevice(), host_seconds, 2, notes.append)
         assert set(found) == computed(plan, program)
         assert all(s > 0 for samples in found.values() for s in samples)
         assert all(len(x) == 2 for k, x in found.items() if k.startswith(str(PerStepOp.UPDATE)))
@@ -55,7 +55,7 @@ def test_every_class_that_a_rank_computes_is_timed(name: str, tmp_path: Path) ->
 def whole(prepared: PreparedJob, plan: Plan) -> tuple[list[KernelSample], dict[str, list[float]]]:
     pieces = recipes(plan)[0]
     return pieces, piece_samples(
-        prepared, list(enumerate(pieces)), torch.device("cpu"), HostDeviceTimer(), 2, lambda _: None
+        prepared, list(enumerate(pieces)), torch.device("cpu"), host_seconds, 2, lambda _: None
     )
 
 
@@ -85,7 +85,7 @@ def test_a_format_that_torch_has_no_products_for_is_not_timed(tmp_path: Path) ->
     prepared, _ = judged(tmp_path, *SMALL)
     fp8 = KernelSample(Kernel(KernelKind.GEMM, 2 * 8**3, 0, DType.FP8, (8, 8, 8)))
     assert runner(fp8, prepared, torch.device("cpu")) is None
-    assert piece_samples(prepared, [(0, fp8)], torch.device("cpu"), HostDeviceTimer(), 2, lambda _: None) == {}
+    assert piece_samples(prepared, [(0, fp8)], torch.device("cpu"), host_seconds, 2, lambda _: None) == {}
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

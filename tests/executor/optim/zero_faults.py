@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.measure.peak_bytes import TransportDone
+from executor.measure.peak_bytes import DONE
 from executor.parallel.inline import Meeting
 from executor.runtime import rank as rank_module
 from executor.runtime.batch import Microbatch, MicrobatchLoader
@@ -85,13 +85,13 @@ def same_data(ctx: RankContext, **spec: Any) -> Any:
 
 def unreduced(ctx: RankContext, **spec: Any) -> Any:
     """Replicas keep their gradients to themselves."""
-    GlooTransport.all_reduce = lambda self, group, tensor: TransportDone()  # type: ignore[assignment,method-assign]
+    GlooTransport.all_reduce = lambda self, group, tensor: DONE  # type: ignore[assignment,method-assign]
     return train_rank(ctx, **spec)
 
 
 def ungathered(ctx: RankContext, **spec: Any) -> Any:
     """Nobody learns what the others have updated."""
-    GlooTransport.all_gather = lambda self, group, into, tensor: TransportDone()  # type: ignore[assignment,method-assign]
+    GlooTransport.all_gather = lambda self, group, into, tensor: DONE  # type: ignore[assignment,method-assign]
     return train_rank(ctx, **spec)
 
 

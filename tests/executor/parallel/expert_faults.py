@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from executor.autograd import stage as chunk
-from executor.measure.peak_bytes import TransportDone
+from executor.measure.peak_bytes import DONE
 from executor.modules import moe
 from executor.optim.optimizer import ParamGradients
 from executor.optim.sync import BucketSync, Start
@@ -67,7 +67,7 @@ def ungathered(ctx: RankContext, **spec: Any) -> Any:
 
     def less(self: BucketSync, meeting: Collective, transport: Transport) -> Start:
         if meeting.once and meeting.kind is MessageKind.ALL_GATHER and "experts" in meeting.bucket:
-            return TransportDone, None
+            return lambda: DONE, None
         return start(self, meeting, transport)
 
     BucketSync.start = less  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ def alone_in_edp(ctx: RankContext, **spec: Any) -> Any:
     def less(self: BucketSync, meeting: Collective, transport: Transport) -> Start:
         left = meeting.kind is MessageKind.ALL_REDUCE and "experts" in meeting.bucket
         found = start(self, meeting, transport)
-        return (TransportDone, None) if left else found
+        return (lambda: DONE, None) if left else found
 
     BucketSync.start = less  # type: ignore[method-assign]
     return train_rank(ctx, **spec)

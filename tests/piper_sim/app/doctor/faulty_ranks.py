@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.measure.peak_bytes import TransportDone
+from executor.measure.peak_bytes import DONE
 from executor.runtime.worker import RankContext
 from executor.transport.base import TransportHandle
 from executor.transport.groups import GlooTransport
@@ -12,12 +12,12 @@ from piper_sim.app.doctor.collectives import collectives_rank
 
 
 def _nothing(self: GlooTransport, *args: Any, **kwargs: Any) -> TransportHandle:
-    return TransportDone()
+    return DONE
 
 
 def _swapped(self: GlooTransport, group: str, into: Tensor, tensor: Tensor, *sizes: Any) -> TransportHandle:
     into.copy_(tensor.flip(0))
-    return TransportDone()
+    return DONE
 
 
 def without(ctx: RankContext, kind: str, **args: Any) -> Any:
