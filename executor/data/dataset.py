@@ -33,10 +33,8 @@ class ChunkedTokens:
     """
 
     parts: tuple[np.ndarray, ...]
-    starts: tuple[int, ...]
-    """where each begins; at last, where all end"""
-    labels: TrainedTokens | None = None
-    """where columns say what of the tokens is trained on; None: all are"""
+    starts: tuple[int, ...]  # where each begins; at last, where all end
+    labels: TrainedTokens | None = None  # where columns say what of the tokens is trained on; None: all are
     ndim = 1
 
     @classmethod

@@ -129,7 +129,7 @@ class DecoderModel:
         return self._build(chunks, self.dtype)
 
     def _build(self, chunks: Sequence[str], dtype: torch.dtype | None) -> BuiltChunks:
-        region = None if dtype is None else self.region
+        region = RankRegion() if dtype is None else self.region
         drawn = self.seed, self.config.init_std, dtype
         make = Params(*drawn, self.shares, region, self.weights, self.where, self.compute or self.dtype)
         units: dict[str, nn.Module] = {}

@@ -1,6 +1,7 @@
 """Dense parts of the reference decoder, but for attention: embedding, MLP, norms, head, with Hugging Face's names."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from executor.parallel.shares import ParamShard
 from ir.workload.config.spec import LayerActivation, ModelConfig, NormLayerKind
 
 
+@dataclass(eq=False)
 class Params:
     """Makes each parameter once per stage, by its global name; a second request for a name is a tie.
 
@@ -28,21 +30,15 @@ class Params:
     where: who draws them. compute: in which format linears read what norms give; None: in theirs.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        std: float,
-        dtype: torch.dtype | None,
-        shares: Mapping[str, ParamShard] | None = None,
-        region: RankRegion | None = None,
-        weights: HubCheckpoint | None = None,
-        where: torch.device = HostDevice.torch,
-        compute: torch.dtype | None = None,
-    ) -> None:
-        self.compute = compute
-        self.seed, self.std, self.dtype, self.shares = seed, std, dtype, shares or {}
-        self.region, self.weights, self.where = region or RankRegion(), weights, where
-        self.made: dict[str, nn.Parameter] = {}
+    seed: int
+    std: float
+    dtype: torch.dtype | None
+    shares: Mapping[str, ParamShard] = field(default_factory=dict)
+    region: RankRegion = field(default_factory=RankRegion)
+    weights: HubCheckpoint | None = None
+    where: torch.device = HostDevice.torch
+    compute: torch.dtype | None = None
+    made: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __call__(self, name: str, *shape: int, start: float | None = None) -> nn.Parameter:
         """The parameter of this name. start: its first value everywhere, else drawn."""

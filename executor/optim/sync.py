@@ -37,18 +37,12 @@ class BucketSyncConfig:
     """How gradients become an update."""
 
     optimizer: JobOptimizer
-    reduce: dtype
-    """of gradients while they are reduced"""
-    moments: dtype
-    """of optimizer state"""
-    gather: dtype | None = None
-    """of weights on their way to who reads them; their own, if left out"""
-    elsewhere: frozenset[str] = frozenset()
-    """parameters that the global norm takes from a tensor-parallel rank before this one"""
-    cuts: Mapping[str, MatrixShardGroup] = field(default_factory=dict)
-    """of hidden matrices that ranks share, where Muon updates them"""
-    device: Device = field(default_factory=HostDevice)
-    """where it is ahead, the host does not wait for the norm: what gradients are multiplied by stays there"""
+    reduce: dtype  # of gradients while they are reduced
+    moments: dtype  # of optimizer state
+    gather: dtype | None = None  # of weights on their way to who reads them; their own, if left out
+    elsewhere: frozenset[str] = frozenset()  # what the global norm takes from a tensor-parallel rank before this one
+    cuts: Mapping[str, MatrixShardGroup] = field(default_factory=dict)  # of hidden matrices that ranks share, for Muon
+    device: Device = field(default_factory=HostDevice)  # if it is ahead, what gradients are multiplied by stays there
 
 
 class BucketSync:
