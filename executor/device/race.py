@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.device.device import DeviceCopy, Lane
-from executor.device.host_syncs import DeviceSyncCensus
-from executor.device.memory import resolve_operators
+from executor.device.host_syncs import LIFTED, DeviceSyncCensus, copies, shaped_by_values
+from executor.device.memory import OpWatch, resolve_operators, tensors_of
 from executor.device.race_clocks import Clock, DeviceRace, DeviceRaceClocks, Span
-from executor.device.race_watch import DeviceReadWatch, OpRaceWatch
+from executor.device.race_watch import HOST, operands, to_host
+from ir.core.errors import ErrorKind, PiperError
 
 
 class DeviceRaceMark:
@@ -220,3 +222,78 @@ class RaceDevice:
 def _alone(device: RaceDevice) -> Iterator[None]:
     with _disable_current_modes(), OpRaceWatch(device):
         yield
+
+
+class OpRaceWatch(OpWatch):
+    """Tells a device what each op of a thread reads and writes. Neither a view nor who asks for a shape touches any."""
+
+    def __init__(self, device: RaceDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OpWatch`. Raises PiperError: an operand's memory was given back."""
+        read, written, aliased = operands(func, args, kwargs)
+        if not aliased and any(t.numel() and not t.untyped_storage().nbytes() for t in (*read, *written)):
+            # Here it would end the process.
+            message = f"{func} on {self.device.place()} touches memory that was given back"
+            raise PiperError(ErrorKind.ILLEGAL_PLAN, message, suggestion="free it behind the last op that reads it")
+        out = func(*args, **kwargs)
+        fresh = tensors_of(out)
+        if aliased and not written:
+            (self.device.lifted if func is LIFTED else self.device.seen)(read)
+            return out
+        waits = self._waits(func, args, kwargs, read)
+        inputs = {t.untyped_storage()._cdata for t in (*read, *written)}
+        made = [x for x in fresh if x.untyped_storage()._cdata not in inputs]
+        self.device.touch(str(func), read, [*written, *made], read_back=waits)
+        return out
+
+    def _waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor]) -> bool:
+        """Whether the host would wait for a GPU here, which is noted."""
+        device, (copy, behind) = self.device, copies(func, args, kwargs)
+        ours = [t for t in read if device.of_host(t)]
+        if shaped_by_values(func, args, kwargs):
+            waits = len(ours) < len(read)
+        else:  # what is given to an op as it is was copied where it was made
+            waits = bool(ours) and device.in_lane and not behind
+            for t in ours if waits and not copy else ():
+                device.of_host(t, taken=True)
+        if waits:
+            device.syncs.note(str(func))
+        return waits
+
+
+class DeviceReadWatch(TorchFunctionMode):
+    """Tells a device where the host takes a tensor's values unseen by torch's dispatcher, for which on a GPU it waits:
+    `tolist`, `numpy`, `cpu`, and `to` the host. The last two give copies; one that is not waited for is no wait.
+
+    The device is a CPU, too, so a tensor's is told by its index, which the host's has not.
+    """
+
+    def __init__(self, device: RaceDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, copied, behind = kwargs or {}, func is Tensor.cpu, False
+        if func == Tensor.device.__get__:
+            found = func(*args)
+            return self.device.torch if found == HOST and not self.device.of_host(args[0]) else found
+        if func is Tensor.to:
+            copied, behind = to_host(*args[1:], **kwargs)
+            args = tuple(HOST if x == self.device.torch else x for x in args)
+            kwargs = {k: HOST if x == self.device.torch else x for k, x in kwargs.items()}
+        if not (copied or func in (Tensor.tolist, Tensor.numpy)) or self.device.of_host(args[0]):
+            return func(*args, **kwargs)
+        out, what = func(*args, **kwargs), f"Tensor.{func.__name__}"
+        if copied and out.untyped_storage()._cdata == args[0].untyped_storage()._cdata:
+            out = out.clone()
+        if not behind:
+            self.device.syncs.note(what)
+        self.device.touch(what, [out if copied else args[0]], [], read_back=not behind)
+        if copied:
+            self.device.lifted([out])
+        return out
