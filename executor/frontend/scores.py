@@ -5,9 +5,9 @@ Forward is one kernel with the same products; backward makes the scores again. F
 are multiplied in their own.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 
 from executor.frontend.calls import KernelCall, KernelForm, KernelRead
@@ -224,17 +224,15 @@ def _writes(calls: Iterable[KernelCall]) -> set[int]:
 def _ordered(calls: Sequence[KernelCall]) -> list[KernelCall] | None:
     """Calls behind what they read, else in their order; None where they wait for one another."""
     maker = {value: i for i, c in enumerate(calls) for value, _ in c.writes}
-    waits = [{maker[r.value] for r in c.reads if r.value in maker} - {i} for i, c in enumerate(calls)]
-    behind: dict[int, list[int]] = defaultdict(list)
-    for i, some in enumerate(waits):
-        for at in some:
-            behind[at].append(i)
-    ready, out = [i for i, some in enumerate(waits) if not some], list[KernelCall]()
-    while ready:
-        at = heappop(ready)
-        out.append(calls[at])
-        for i in behind[at]:
-            waits[i].discard(at)
-            if not waits[i]:
-                heappush(ready, i)
-    return out if len(out) == len(calls) else None
+    waits = {i: {maker[r.value] for r in c.reads if r.value in maker} - {i} for i, c in enumerate(calls)}
+    sorter, ready, out = TopologicalSorter(waits), list[int](), list[KernelCall]()
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heappush(ready, i)
+        out.append(calls[at := heappop(ready)])
+        sorter.done(at)
+    return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from executor.modules.parallel import Moved, enter, whole
-from executor.modules.user.annotate import At, chunk_of
+from executor.modules.user.annotate import At, chunk_of, model_error
 from executor.modules.user.divided.columns import gather_again, held
 from executor.modules.user.divided.linears import ALLOWED, ENDS
 from executor.modules.user.divided.own_calls import own_mismatch
@@ -21,7 +21,7 @@ from executor.modules.user.exports.writes import times_written, written_otherwis
 from executor.modules.user.rewrites.own_functions import is_own
 from executor.parallel.divided_reads import Divided, Places, ShardMismatch, divided_values, module_of
 from executor.parallel.inline import RankRegion
-from ir.core.errors import ErrorKind, PiperError
+from ir.core.errors import PiperError
 
 # Of values that a rank has of its tokens alone: along which dim these lie, in how many stretches, and the whole value.
 Between = Mapping[fx.Node, tuple[int, int, Tensor]]
@@ -49,7 +49,8 @@ def regions(
     apart, alone = apart_from(root, cut), of_parameters_alone(root, again)
     chunks, times = chunk_of(graph, at), times_written(graph.nodes)
     if (away := written_otherwise(graph.nodes, apart.__contains__)) is not None:
-        raise _unseen(away)
+        what = "writes in place what is read behind it, inside of what tp divides or outside"
+        raise _refusal(away, what, "make a new tensor instead")
     partly, wholly = set[int](), set[int]()
     everywhere = replace(region, sequence=False)  # the same where all ranks have all tokens
     entries: dict[tuple[fx.Node, str, int], fx.Node] = {}
@@ -60,7 +61,7 @@ def regions(
         if (node in apart and beyond and node is not words) or (ends and node.args[0] not in apart):
             raise _unfinished(node, seam=node in apart and any(u.op != "output" for u in beyond))
         if ends and node in alone:  # what each rank reads of it would be a part of its gradient
-            raise _of_no_tokens(node)
+            raise _refusal(node, "is divided over tp, and is made of parameters alone: of no tokens", "leave it out")
         if ends:
             continue
         for read in node.all_input_nodes:
@@ -83,7 +84,7 @@ def regions(
     if (both := partly & wholly) and not region.sequence:
         named = next(n for n, p in root.named_parameters() if id(p) in both)
         message = f"{named} is read inside and outside of what tp divides"
-        raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed="one of them")
+        raise model_error(message, allowed="one of them", key="model.tp_plan")
     return frozenset(partly - {*cut})
 
 
@@ -105,9 +106,8 @@ def _refuse_wrapped(root: fx.GraphModule, cut: Collection[int]) -> None:
     apart = apart_from(root, cut)
     for node in root.graph.nodes:
         if node in apart and str(node.target).startswith("wrap_with_"):  # set_grad_enabled, autocast
-            message = f"{_where(node)}, is code under no_grad or autocast that reads what tp divides"
-            allowed, fix = "linears that are called outside of such code", "leave out what it calls"
-            raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
+            what, fix = "is code under no_grad or autocast that reads what tp divides", "leave out what it calls"
+            raise _refusal(node, what, fix, "linears that are called outside of such code")
 
 
 def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str], cut: Collection[int]) -> Divided:
@@ -118,9 +118,8 @@ def parts_of(root: fx.GraphModule, whole: Places, apart: Collection[str], cut: C
     found = divided_values(root.graph, whole, apart)
     wrong = found if isinstance(found, ShardMismatch) else own_mismatch(root.graph, found)
     if wrong is not None:
-        message, allowed = f"{_where(wrong.node)}, {wrong.why}", "ops of each feature; view(…, -1, head_dim)"
         fix = '"colwise_gather_output" for the linear before it'
-        raise PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=allowed, suggestion=fix)
+        raise _refusal(wrong.node, wrong.why, fix, "ops of each feature; view(…, -1, head_dim)")
     assert not isinstance(found, ShardMismatch)
     return found
 
@@ -207,24 +206,14 @@ def floating(value: object) -> bool:
 def _unfinished(node: fx.Node, *, seam: bool) -> PiperError:
     """seam: what is divided goes on in the next layer."""
     if seam:
-        message, fix = (
-            f"{_where(node)}, crosses a seam, and is divided over tp",
-            "layers that end where nothing is divided",
-        )
-        return PiperError(ErrorKind.MODEL, message, key="model.tags.PP", allowed="modules whole in it", suggestion=fix)
-    message = f"{_where(node)}, is divided over tp where nothing sums it, or not where it is summed"
-    fix = "each colwise linear's output ends in a rowwise one"
-    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", allowed=ALLOWED, suggestion=fix)
+        what, fix = "crosses a seam, and is divided over tp", "layers that end where nothing is divided"
+        return _refusal(node, what, fix, "modules whole in it", "model.tags.PP")
+    what = "is divided over tp where nothing sums it, or not where it is summed"
+    return _refusal(node, what, "each colwise linear's output ends in a rowwise one", ALLOWED)
 
 
-def _of_no_tokens(node: fx.Node) -> PiperError:
-    message = f"{_where(node)}, is divided over tp, and is made of parameters alone: of no tokens"
-    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", suggestion="leave it out")
-
-
-def _unseen(node: fx.Node) -> PiperError:
-    message = f"{_where(node)}, writes in place what is read behind it, inside of what tp divides or outside"
-    return PiperError(ErrorKind.MODEL, message, key="model.tp_plan", suggestion="make a new tensor instead")
+def _refusal(node: fx.Node, what: str, fix: str, allowed: str | None = None, key: str = "model.tp_plan") -> PiperError:
+    return model_error(f"{_where(node)}, {what}", fix, allowed, key)
 
 
 def _where(node: fx.Node) -> str:
