@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from ir.core.errors import directive_error, nearest
 from ir.core.filters import DirectiveFilter
 from ir.core.ops import Pass
 from ir.core.work import Message
 from ir.directives.select import select
-from ir.graph.build import PartPasses
+from ir.graph.build import PartPasses, inputs_of
 from ir.graph.graph import COUNTS, Buffer, Graph, GraphEdge, GraphNode, MemoryKind
-from ir.workload.part import ENCODER, ModelWork, PartLayout, PlacedPart
+from ir.workload.part import ModelWork, PartLayout, PlacedPart
 
 AXES = ("tp", "cp", "ep")
 
@@ -94,35 +93,14 @@ def sharded(graph: Graph, directives: Sequence[ShardDirective]) -> Graph:
 
 def refill(graph: Graph, source: ModelWork) -> Graph:
     """Every compute node's work and buffers, asked for again under the current layouts."""
-    by_name = {(e.stage, e.name): e for e in graph.entries}
-    works = {key: source.work(e) for key, e in by_name.items()}
-    grads = {key: tuple([works[j].gradient_bytes for j in js]) for key, js in graph_inputs(graph).items()}
+    works = [source.work(e) for e in graph.entries]
+    at, reads = {(e.stage, e.name): k for k, e in enumerate(graph.entries)}, inputs_of(graph.entries)
     passes, nodes = PartPasses(graph.recompute), []
     for n in graph.nodes:
-        key = (n.stage, n.part)
-        if key in by_name and not n.once:
-            n = passes.fill(n, by_name[key], works[key], grads[key])
+        if not n.once and (k := at.get((n.stage, n.part))) is not None:
+            n = passes.fill(n, graph.entries[k], works[k], tuple([works[j].gradient_bytes for j in reads[k]]))
         nodes.append(n)
     return replace(graph, nodes=tuple(nodes))
-
-
-def graph_inputs(graph: Graph) -> dict[tuple[int, str], list[tuple[int, str]]]:
-    """The (stage, part) keys that each entry reads, in the order of its inputs."""
-    last = {e.chunk.name: e for e in graph.entries if e.part.name == e.chunk.output}
-    before = {b: a for a, b in pairwise(last)}
-    out = {}
-    for e in graph.entries:
-        outer = e.chunk.reads or before.get(e.chunk.name)
-        keys: list[tuple[int, str]] = []
-        for name in e.part.inputs:
-            if name == ENCODER:
-                keys.append((last[e.chunk.encoder].stage, last[e.chunk.encoder].name))
-            elif name:
-                keys.append((e.stage, f"{e.chunk.name}.{name}"))
-            elif outer is not None:
-                keys.append((last[outer].stage, last[outer].name))
-        out[e.stage, e.name] = keys
-    return out
 
 
 def _all_to_all(graph: Graph, source: ModelWork, hit: set[tuple[int, str]], stream: str) -> Graph:

@@ -55,6 +55,21 @@ def model_graph(
     return builder.graph()
 
 
+def inputs_of(entries: Sequence[PlacedPart]) -> list[tuple[int, ...]]:
+    """The entries that each entry reads, by their places, in the order of its inputs."""
+    index = {e.name: i for i, e in enumerate(entries)}
+    last = {e.chunk.name: i for i, e in enumerate(entries) if e.part.name == e.chunk.output}
+    before = {b: a for a, b in pairwise(last)}
+    out = []
+    for e in entries:
+        outer = e.chunk.reads or before.get(e.chunk.name)
+        far = {"": () if outer is None else (last[outer],)}
+        if e.chunk.encoder:
+            far[ENCODER] = (last[e.chunk.encoder],)
+        out.append(tuple(j for x in e.part.inputs for j in (far[x] if x in far else (index[f"{e.chunk.name}.{x}"],))))
+    return out
+
+
 class _Builder:
     """Collects nodes and edges; used once, by `model_graph`."""
 
@@ -62,31 +77,13 @@ class _Builder:
         self.entries, self.source, self.recompute, self.passes = entries, source, recompute, PartPasses(recompute)
         self.nodes: list[GraphNode] = []
         self.edges: list[GraphEdge] = []
-        self.index = {e.name: i for i, e in enumerate(entries)}
         self.works = [source.work(e) for e in entries]
         self.whole = [recompute.whole(e.chunk, e.part.name) for e in entries]
-        self.inputs = self._resolve_inputs()
+        self.inputs = inputs_of(entries)
         self.still = before_training({e.chunk.name: e.chunk for e in entries}.values())
         self.f: list[int] = []
         self.r: dict[int, int] = {}
         self.i: dict[int, int] = {}
-
-    def _resolve_inputs(self) -> list[tuple[int, ...]]:
-        last = {e.chunk.name: i for i, e in enumerate(self.entries) if e.part.name == e.chunk.output}
-        before: dict[str, str] = {}
-        names = list(dict.fromkeys(e.chunk.name for e in self.entries))
-        for previous, name in pairwise(names):
-            before[name] = previous
-        out = []
-        for e in self.entries:
-            source_chunk = e.chunk.reads or before.get(e.chunk.name)
-            outer = (last[source_chunk],) if source_chunk is not None else ()
-            far = {"": outer} | ({ENCODER: (last[e.chunk.encoder],)} if e.chunk.encoder else {})
-            out.append(tuple(j for x in e.part.inputs for j in (far[x] if x in far else (self._inner(e, x),))))
-        return out
-
-    def _inner(self, entry: PlacedPart, name: str) -> int:
-        return self.index[f"{entry.chunk.name}.{name}"]
 
     def graph(self) -> Graph:
         for k in range(len(self.entries)):
