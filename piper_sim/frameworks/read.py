@@ -210,7 +210,8 @@ def _typed(text: str) -> object:
 
 
 def _script(path: str, framework: str | None, text: str) -> JobFile:
-    job = read_shell(text, FORM, path)
+    with FORM.naming(path):
+        job = read_shell(text)
     words = [w.replace(MAYBE_SET, "") for w in job.command]
     modules = {i + 1 for i, w in enumerate(words) if w in ("-m", "--module")}
     programs = [i for i, w in enumerate(words) if w.endswith(".py") or (i in modules and "torchtitan" in w)]

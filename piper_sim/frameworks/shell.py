@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 
 from ir.core.errors import PiperError
-from ir.core.files import FileErrors
 from piper_sim.frameworks.branches import MAYBE, NO, YES, ShellJobBranches
 from piper_sim.frameworks.statements import INNER, NAME, ShellJobStatement, statements
 from piper_sim.frameworks.sums import ANSWER, MAYBE_SET, UNSET, number, settings
+from piper_sim.frameworks.table import FORM
 from piper_sim.frameworks.words import ShellJob, expanded, marked, split_words, substituted
 
 MOST_WORDS = 20_000
@@ -35,12 +35,10 @@ _SKIP = {"if", "for", "while", "case", "until", "fi", "done", "esac", "then", "e
 _SKIP |= {"eval", "exec", "time", "nohup", "sudo", "env"}
 
 
-def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
+def read_shell(text: str) -> ShellJob:
     """The launch of a script, or of a bare list of arguments.
 
-    >>> from ir.core.errors import ErrorKind
-    >>> form = FileErrors("a launch", ErrorKind.JOB, "FILE")
-    >>> read_shell('A=(--tp 2)\\ntorchrun x.py \\\\\\n "${A[@]}" --lr=${LR:-3}', form, "x.sh").command
+    >>> read_shell('A=(--tp 2)\\ntorchrun x.py \\\\\\n "${A[@]}" --lr=${LR:-3}').command
     ['torchrun', 'x.py', '--tp', '2', '--lr=3']
 
     Raises PiperError (job): a quote that is not closed, more words than a launch has.
@@ -50,15 +48,15 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     branches = ShellJobBranches(job.value, job.variables.__contains__, named.__contains__)
     for statement in lines:
         if statement.line.startswith("#SBATCH"):
-            job.batch += _split(statement.line[7:], form, file)
+            job.batch += _split(statement.line[7:])
             for name, value in options(job.batch):
                 job.variables.update(dict.fromkeys(_SLURM.get(name, ()), str(value)))
             continue
-        words = _split(statement.line, form, file)
-        _check_length(len(words), form, file)
-        if _followed(job, branches, words, statement, (form, file)):
+        words = _split(statement.line)
+        _check_length(len(words))
+        if _followed(job, branches, words, statement):
             break
-        _check_length(job.letters / 4, form, file)
+        _check_length(job.letters / 4)
     job.others = len({tuple(x) for x in job.found if all(_looks(x)[:3])} - {tuple(job.command)})
     behind = job.found[job.found.index(job.command) + 1 :] if job.found else []
     for words in takewhile(lambda words: words[0].startswith("-"), behind):
@@ -66,13 +64,7 @@ def read_shell(text: str, form: FileErrors, file: str) -> ShellJob:
     return job
 
 
-def _followed(
-    job: ShellJob,
-    branches: ShellJobBranches,
-    words: list[str],
-    whole: ShellJobStatement,
-    source: tuple[FileErrors, str],
-) -> bool:
+def _followed(job: ShellJob, branches: ShellJobBranches, words: list[str], whole: ShellJobStatement) -> bool:
     """Follow the commands of one statement. Returns whether the script ends there, behind its launch."""
     joined = ";"
     while words:
@@ -92,9 +84,9 @@ def _followed(
         if begins or (here and here[0][0] == "(" and here[0][:2] != "(("):  # whose variables end with it
             job.shells.append((len(branches.blocks), (job.variables.copy(), job.arrays.copy(), job.exports.copy())))
         job.maybe = runs is MAYBE
-        command, own = _command(job, here, source) if runs is not NO else ([], {})
+        command, own = _command(job, here) if runs is not NO else ([], {})
         if command:
-            job.found.append(_unwrapped(job, command, own, source))
+            job.found.append(_unwrapped(job, command, own))
             job.letters += len(command) * 4
             if not job.command or _looks(job.found[-1]) > _looks(job.command):
                 job.command, job.environment = job.found[-1], job.exports | own
@@ -111,12 +103,12 @@ def _followed(
     return False
 
 
-def _check_length(words: float, form: FileErrors, file: str) -> None:
+def _check_length(words: float) -> None:
     if words > MOST_WORDS:
-        raise form.wrong("this is not a launch: too long", file, None, f"up to {MOST_WORDS:,} words")
+        raise FORM.wrong("this is not a launch: too long", None, None, f"up to {MOST_WORDS:,} words")
 
 
-def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) -> tuple[list[str], dict[str, str]]:
+def _command(job: ShellJob, words: list[str]) -> tuple[list[str], dict[str, str]]:
     """One command's words, expanded, and the variables that stand before it; what it sets is kept in mind."""
     unsaid, read_twice = _unsaid(job, words), False
     while words and words[0] in _SKIP:
@@ -134,12 +126,12 @@ def _command(job: ShellJob, words: list[str], source: tuple[FileErrors, str]) ->
     job.integers |= {m[0] for w in words if "i" in flags and (m := re.match(NAME, w))}
     sets = list(takewhile(bool, map(_ASSIGN.fullmatch, words)))
     words = words[len(sets) :]
-    found, own = _read_twice(job, _text(job, words), source) if read_twice else _arguments(job, words), {}
+    found, own = _read_twice(job, _text(job, words)) if read_twice else _arguments(job, words), {}
     for m in filter(None, (*sets, *map(_ASSIGN.fullmatch, unsaid))):
         if words and UNSET not in m[4]:  # `A=1 run $A`, which knows no such A
-            own[m[1]] = " ".join(_value(job, m, source)[0])
+            own[m[1]] = " ".join(_value(job, m)[0])
         else:
-            _assign(job, m, source, exported)
+            _assign(job, m, exported)
     return [] if _given(job, found) else found, own
 
 
@@ -156,11 +148,11 @@ def _text(job: ShellJob, words: Sequence[str]) -> str:
     return " ".join(x if w[0] in "\"'" else x.replace("\n", " ") for w, x in found)
 
 
-def _read_twice(job: ShellJob, text: str, source: tuple[FileErrors, str]) -> list[str]:
+def _read_twice(job: ShellJob, text: str) -> list[str]:
     """A text that a shell reads as commands, expanded again: words of the command with most options."""
     commands = [[""]]
     try:
-        for word in (w for x in statements(text) for w in (*_split(x.line, *source), ";")):
+        for word in (w for x in statements(text) for w in (*_split(x.line), ";")):
             commands = [*commands, []] if word in _ENDS else [*commands[:-1], [*commands[-1], word]]
     except PiperError:
         return list(split_words(text))
@@ -202,7 +194,7 @@ def _given(job: ShellJob, words: Sequence[str]) -> bool:
     return True
 
 
-def _split(line: str, form: FileErrors, file: str) -> list[str]:
+def _split(line: str) -> list[str]:
     """Words with their quotes, so that expansion knows what not to split; `;` and `&&` are words of their own."""
     words, at = list[str](), 0
     for m in _WORD.finditer(line):
@@ -213,22 +205,22 @@ def _split(line: str, form: FileErrors, file: str) -> list[str]:
             return words
         words.append(m[0])
     if line[at:].strip():
-        raise form.wrong("a quote is not closed", file, None, "a shell script", "close the quote")
+        raise FORM.wrong("a quote is not closed", None, None, "a shell script", "close the quote")
     return words
 
 
-def _value(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str]) -> tuple[list[str], bool]:
+def _value(job: ShellJob, m: re.Match[str]) -> tuple[list[str], bool]:
     """The words that an assignment gives, and whether they are an array's."""
-    array = _split(m[4][1:-1], *source) if m[4].startswith("(") and m[4].endswith(")") else None
+    array = _split(m[4][1:-1]) if m[4].startswith("(") and m[4].endswith(")") else None
     if m[2] or any(re.match(r"\[[^]]*\]\+?=", w) for w in array or ()):  # words by number or by name
         return [ANSWER], True
     given = [m[4]] if array is None else array
     return [w for word in given for w in expanded(job, word, array is not None)], array is not None
 
 
-def _assign(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str], exported: bool) -> None:
+def _assign(job: ShellJob, m: re.Match[str], exported: bool) -> None:
     """One NAME=value."""
-    words, array = _value(job, m, source)
+    words, array = _value(job, m)
     name, more = m[1], m[3] and not m[2]
     value = " ".join(map(shlex.quote, words) if array and words != [ANSWER] else words)
     old = job.variables.get(name, "")
@@ -251,16 +243,13 @@ def _assign(job: ShellJob, m: re.Match[str], source: tuple[FileErrors, str], exp
         job.exports[name] = job.variables[name]
 
 
-def _unwrapped(
-    job: ShellJob, words: list[str], own: dict[str, str], source: tuple[FileErrors, str], depth: int = 0
-) -> list[str]:
+def _unwrapped(job: ShellJob, words: list[str], own: dict[str, str], depth: int = 0) -> list[str]:
     """`bash -c "…"`, which knows what is exported, and words that hold a whole command, split. depth: of one in one."""
     known = {k: v for k, v in job.variables.items() if k in job.exports or k.startswith("SLURM_")} | own
     out: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         if " " in word and before in ("-c", "-lc") and depth < 3:
-            inner = _read_twice(ShellJob(variables=known), word, source)
-            out += _unwrapped(job, inner, own, source, depth + 1)
+            out += _unwrapped(job, _read_twice(ShellJob(variables=known), word), own, depth + 1)
         else:
             out += split_words(word) if " " in word and _COMMAND.search(word) else [word]
     return out

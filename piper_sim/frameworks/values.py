@@ -38,14 +38,6 @@ def read_value(how: str, value: object) -> object:
     if kind in _READ:
         return _READ[kind](value)
     match kind:
-        case "int":
-            return _whole(value)
-        case "num":
-            return _number(value)
-        case "flag":
-            return _on(value)
-        case "not":
-            return not _on(value)
         case "is":
             return _constant(rest) if _on(value) else None
         case "else":
@@ -54,16 +46,6 @@ def read_value(how: str, value: object) -> object:
             return rest if str(value).lower() == "true" else "none" if not _on(value) else str(value).lower()
         case "words":
             return _word(rest, value)
-        case "text":
-            return str(value)
-        case "class":
-            return str(value).rpartition(".")[2]
-        case "last":
-            return int(_number("".join(re.findall(r"(\d+)\D*$", str(value)))))
-        case "ones":
-            return int(_number(value)) if value not in (1, "1") else None
-        case "fp8list":
-            return "fp8" if any(re.search("float8|fp8|mx", w) for w in _list(value)) else None
     raise AssertionError(how)
 
 
@@ -225,6 +207,15 @@ def _nodes(value: object) -> int:
 
 
 _READ: Mapping[str, Callable[[object], object]] = {
+    "int": _whole,
+    "num": _number,
+    "flag": _on,
+    "not": lambda v: not _on(v),
+    "text": str,
+    "class": lambda v: str(v).rpartition(".")[2],
+    "last": lambda v: int(_number("".join(re.findall(r"(\d+)\D*$", str(v))))),
+    "ones": lambda v: int(_number(v)) if v not in (1, "1") else None,
+    "fp8list": lambda v: "fp8" if any(re.search("float8|fp8|mx", w) for w in _list(v)) else None,
     "layout": _layout,
     "list": _list,
     "pattern": _pattern,

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ir.core.errors import ErrorKind
-from ir.core.files import FileErrors
 from ir.job.build import prepare
 from ir.job.load import job_from
 from piper_sim.frameworks.importing import ASSUMED, UNDERSTOOD, UNKNOWN
@@ -17,7 +15,6 @@ from piper_sim.frameworks.shell import read_shell
 from piper_sim.frameworks.sums import MAYBE_SET, UNSET
 from tests.piper_sim.frameworks.test_import import TEXTS, imported, listed
 
-FORM = FileErrors("a launch", ErrorKind.JOB, "FILE")
 LAUNCH = "torchrun --nproc_per_node 8 pretrain_gpt.py {} --hidden-size 64 --num-attention-heads 8 --seq-length 64"
 
 
@@ -220,13 +217,13 @@ NOT_FOLLOWED = [  # what sets a variable to what only bash knows, or may not be 
 @pytest.mark.parametrize("script", READ)
 def test_words_are_those_of_bash(script: str) -> None:
     text = script.replace("~", "\n")
-    assert read_shell(text, FORM, "x.sh").command == ["run", *_shown(text, check=False)]
+    assert read_shell(text).command == ["run", *_shown(text, check=False)]
 
 
 @pytest.mark.parametrize("script", NOT_FOLLOWED)
 def test_what_is_not_followed_is_marked(script: str) -> None:
     text = script.replace("~", "\n")
-    found = read_shell(text, FORM, "x.sh").command
+    found = read_shell(text).command
     assert found != ["run", *_shown(text, check=False)] and any(UNSET in w or MAYBE_SET in w for w in found)
 
 
@@ -267,7 +264,7 @@ def test_the_command_that_trains_is_read_and_another_one_is_said(tmp_path: Path)
 
 def test_a_shell_within_knows_what_is_exported() -> None:
     text = "N=4\nexport M=8\nrun bash -c 'go --n $N --m $M'"
-    assert read_shell(text, FORM, "x.sh").command == ["run", "bash", "-c", "go", "--n", UNSET, "--m", "8"]
+    assert read_shell(text).command == ["run", "bash", "-c", "go", "--n", UNSET, "--m", "8"]
 
 
 def test_a_shell_within_a_container_within_a_shell_is_read(tmp_path: Path) -> None:
@@ -288,7 +285,7 @@ def test_lines_that_a_shell_reads_are_commands(tmp_path: Path) -> None:
 
 def test_here_documents_are_files_and_a_quoted_end_keeps_them_as_they_are() -> None:
     text = "N=4\ncat <<E > a.json\n{$N}\nE\ncat <<'E' > b.json\n{$N}\nE\nrun --d"
-    assert read_shell(text, FORM, "x.sh").files == {"a.json": "{4}", "b.json": "{$N}"}
+    assert read_shell(text).files == {"a.json": "{4}", "b.json": "{$N}"}
 
 
 def test_what_stands_behind_the_end_of_a_command_is_not_passed(tmp_path: Path) -> None:
@@ -300,7 +297,7 @@ def test_what_stands_behind_the_end_of_a_command_is_not_passed(tmp_path: Path) -
 def test_a_last_line_may_go_on_to_none(tmp_path: Path, end: str) -> None:
     (tmp_path / "x.sh").write_text(f"printf '%s\\n' run --x 4 --d {end}")
     done = subprocess.run(["bash", str(tmp_path / "x.sh")], capture_output=True, text=True, check=True)
-    assert read_shell(f"run --x 4 --d {end}", FORM, "x.sh").command == done.stdout.split()
+    assert read_shell(f"run --x 4 --d {end}").command == done.stdout.split()
 
 
 @pytest.mark.parametrize("line", ["f() {x", "function f {{a", "f () {N=1", "f() {$(a)"])
@@ -310,9 +307,9 @@ def test_a_function_whose_brace_is_no_word_is_none(tmp_path: Path, line: str) ->
 
 @pytest.mark.parametrize("word", ["{a,b}" * 18, "{1..999}{1..999}{1..999}", "{1..99999}"])
 def test_braces_that_are_more_words_than_anybody_passes_are_marked(word: str) -> None:
-    found = read_shell(f"run --x {word} --d", FORM, "x.sh").command
+    found = read_shell(f"run --x {word} --d").command
     assert len(found) == 4 and UNSET in found[2]
-    assert read_shell("run " + "$(a)" * 200 + "{ --d", FORM, "x.sh").command[2:] == ["--d"]
+    assert read_shell("run " + "$(a)" * 200 + "{ --d").command[2:] == ["--d"]
 
 
 def test_a_list_of_arguments_may_have_one_a_line(tmp_path: Path) -> None:
@@ -343,13 +340,13 @@ SCRIPTS = st.lists(st.recursive(ASSIGNS, _nested, max_leaves=6), min_size=1, max
 @example("A=1;B=2\nC+=x")
 def test_variables_end_as_in_bash(script: str) -> None:
     text = f"A=\nB=\nC=\n{script}\n" + 'run "a=[$A]" "b=[$B]" "c=[$C]" --d'
-    assert read_shell(text, FORM, "x.sh").command == ["run", *_shown(text, check=True)]
+    assert read_shell(text).command == ["run", *_shown(text, check=True)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.recursive(ASSIGNS, lambda x: _nested(x) | _rounds(x), max_leaves=6), max_size=5).map("\n".join))
 def test_variables_end_as_in_bash_or_are_marked(script: str) -> None:
     text = f"A=\nB=\nC=\n{script}\n" + 'run "a=[$A]" "b=[$B]" "c=[$C]" --d'
-    pairs = zip(read_shell(text, FORM, "x.sh").command[1:], _shown(text, check=False), strict=True)
+    pairs = zip(read_shell(text).command[1:], _shown(text, check=False), strict=True)
     for found, shown in pairs:  # blanks aside, which end no word
         assert found.replace(" ", "") == shown.replace(" ", "") or UNSET in found or MAYBE_SET in found
