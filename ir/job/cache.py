@@ -88,8 +88,7 @@ PLANS = PlanCache()
 class GraphCache:
     """The model graphs asked for last, before directives; sizes are checked where one is built."""
 
-    def __init__(self, most: int = MOST_GRAPHS) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._lock = Lock()
         self._graphs: OrderedDict[object, Graph] = OrderedDict()
 
@@ -108,7 +107,7 @@ class GraphCache:
         check_parameters(q.numel for e in graph.entries for q in (*e.part.params, *e.part.frozen))
         with self._lock:
             self._graphs[key] = graph
-            if len(self._graphs) > self.most:
+            if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         return graph
 

@@ -12,7 +12,7 @@ from ir.graph.graph import Graph
 from ir.graph.per_step import with_sync
 from ir.graph.sync import buckets
 from ir.plan.plan import CollectiveRole, OpShape, Plan
-from ir.plan.rebuild import PlanTextColumns, PlanTextRows, columns_plan, read_buffers
+from ir.plan.rebuild import PlanTextBuffers, PlanTextColumns, PlanTextRows, columns_plan
 from ir.plan.vocabulary import OpVocabulary, stream_cell
 
 VERSION = 1
@@ -116,7 +116,7 @@ class _Reader:
         for p in self.programs:
             self._resolve(p)
         columns = PlanTextColumns(self.raw, self.graph, tuple(self.shapes))
-        buffers = read_buffers(self.raw, columns, self.words, self._text)
+        buffers = PlanTextBuffers(self.raw, columns, self.words, self._text).buffers()
         return Plan(buffers=buffers, **columns_plan(self.raw, columns, self.header))  # type: ignore[arg-type]
 
     def _text(self, row: int) -> str:
@@ -251,17 +251,9 @@ class _Reader:
         near = nearest(name, [k for k, v in p.rows.items() if v >= 0 and abs(v - row) < 2000], coded=False)
         raise self.raw.wrong(row, f"{self._text(row)} {does} {name:.60}, {why}", near)
 
-    def _no(self, what: str, allowed: str = "", fix: str | None = None) -> NoReturn:
-        raise PiperError(
-            ErrorKind.IO, what, file=self.file, key=f"line {self.at + 1}", allowed=allowed or None, suggestion=fix
-        )
+    def _no(self, what: str, allowed: str = "", fix: str | None = None, kind: ErrorKind = ErrorKind.IO) -> NoReturn:
+        key = f"line {self.at + 1}"
+        raise PiperError(kind, what, file=self.file, key=key, allowed=allowed or None, suggestion=fix)
 
     def _wrong(self, what: str, allowed: str = "", fix: str | None = None) -> NoReturn:
-        raise PiperError(
-            ErrorKind.ILLEGAL_PLAN,
-            what,
-            file=self.file,
-            key=f"line {self.at + 1}",
-            allowed=allowed or None,
-            suggestion=fix,
-        )
+        self._no(what, allowed, fix, ErrorKind.ILLEGAL_PLAN)

@@ -162,16 +162,11 @@ def _unit(raw: PlanTextRows, c: PlanTextColumns) -> IntArray:
     return unit
 
 
-def read_buffers(raw: PlanTextRows, c: PlanTextColumns, words: OpVocabulary, text: Callable[[int], str]) -> Buffers:
-    """All of them. Raises PiperError (illegal_plan) on a free of what is not there, or a second one.
+class PlanTextBuffers:
+    """Buffers called after nodes come first (numbers 0 … local − 1), then those called after ops.
 
-    text: the text of an op, for errors.
+    text: the text of an op, for errors. Raises PiperError (illegal_plan): a free of what is not there, or a second one.
     """
-    return _Reading(raw, c, words, text).buffers()
-
-
-class _Reading:
-    """Buffers called after nodes come first (numbers 0 … local − 1), then those called after ops."""
 
     def __init__(self, raw: PlanTextRows, c: PlanTextColumns, words: OpVocabulary, text: Callable[[int], str]) -> None:
         self.raw, self.c, self.words, self.text = raw, c, words, text

@@ -25,20 +25,19 @@ from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ir.core.errors import ErrorKind, PiperError
 from ir.core.order import IntArray
 from ir.graph.graph import GraphNode, illegal
+from ir.plan.kept import once_per_plan
 from ir.plan.plan import OpKind, OpShape, Plan
 from ir.plan.read import COUNTS, VERSION, parse_plan, read_plan
 from ir.plan.vocabulary import cover_text, stream_cell
 
 __all__ = ["parse_plan", "plan_digest", "plan_text", "read_plan"]
 
-_DIGESTS: WeakKeyDictionary[Plan, str] = WeakKeyDictionary()
 _KEY = re.compile(r"[a-z][a-z0-9_.]*", re.ASCII)
 
 
@@ -62,14 +61,13 @@ def plan_text(plan: Plan) -> str:
     return "".join(_blocks(plan))
 
 
+@once_per_plan
 def plan_digest(plan: Plan) -> str:
     """SHA-256 of the plan's text."""
-    if plan not in _DIGESTS:
-        digest = sha256()
-        for block in _blocks(plan):
-            digest.update(block.encode())
-        _DIGESTS[plan] = digest.hexdigest()
-    return _DIGESTS[plan]
+    digest = sha256()
+    for block in _blocks(plan):
+        digest.update(block.encode())
+    return digest.hexdigest()
 
 
 def _blocks(plan: Plan) -> Iterator[str]:
@@ -85,7 +83,10 @@ def _blocks(plan: Plan) -> Iterator[str]:
             *(f"shape {s.text} = {' '.join(cover_text(nodes[n], m) for n, m in s.covers)}" for s in coalesced),
         ]
     yield "\n".join(lines) + "\n"
-    names, starts, ends = _names(plan), _starts(plan), (_allocs(plan), _frees(plan))
+    names, starts, b = _names(plan), _starts(plan), plan.buffers
+    filled = np.flatnonzero((b.node < 0) & (b.alloc != b.slot))
+    later = np.flatnonzero((b.free >= 0) & (b.free != b.alloc))
+    ends = _Ends(plan, "alloc", b.alloc[filled], filled), _Ends(plan, "free", b.free[later], later)
     heads = [(f"  {cell:<8} ", f"- {cell:<8} ") for cell in map(stream_cell, plan.shapes)]
     for p, (a, b) in enumerate(pairwise(plan.bounds.tolist())):
         rest = _waits(plan, a, b, names)
@@ -155,14 +156,14 @@ class _Ends:
     called: a number for a slot of all nodes' writes, or -1 - row for the op that a buffer is called after.
     """
 
-    def __init__(self, plan: Plan, word: str, op: IntArray, buffers: IntArray, sized: bool) -> None:
+    def __init__(self, plan: Plan, word: str, op: IntArray, buffers: IntArray) -> None:
         by = np.argsort(op, kind="stable")
         b, nodes = plan.buffers, plan.graph.nodes
         self.word, self.op, buffers = word, op[by], buffers[by]
         base = np.concatenate([[0], np.cumsum([len(n.writes) for n in nodes])]).astype(np.int64)
         node, slot = b.node[buffers], b.slot[buffers]
         self.called, self.mb = np.where(node < 0, -1 - slot, base[node] + slot), b.mb[buffers]
-        self.bytes = b.bytes[buffers] if sized else None
+        self.bytes = b.bytes[buffers] if word == "alloc" else None
         parts = [(f"{n.stage}{n.kind}", f"/{n.part}" if n.part else "", n.writes) for n in nodes]
         self.slots = [(head, f"{part}.{w.slot}") for head, part, writes in parts for w in writes]
 
@@ -178,18 +179,6 @@ class _Ends:
         rows = (self.op[i:j][cuts[:-1]] - a).tolist()
         for row, (first, end) in zip(rows, pairwise(cuts.tolist()), strict=True):
             rest[row] += f" {self.word} {' '.join(words[first:end])}"
-
-
-def _allocs(plan: Plan) -> _Ends:
-    b = plan.buffers
-    filled = np.flatnonzero((b.node < 0) & (b.alloc != b.slot))
-    return _Ends(plan, "alloc", b.alloc[filled], filled, True)
-
-
-def _frees(plan: Plan) -> _Ends:
-    b = plan.buffers
-    later = np.flatnonzero((b.free >= 0) & (b.free != b.alloc))
-    return _Ends(plan, "free", b.free[later], later, False)
 
 
 def _starts(plan: Plan) -> list[bool]:
