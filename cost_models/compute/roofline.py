@@ -34,7 +34,7 @@ from ir.core.work import (
 )
 
 Seconds = TypeVar("Seconds", float, FloatArray)
-_SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 4, 8)
 _Q_TILE = 128
 _ALIGNED, _NARROW = 16, 64
 
@@ -199,7 +199,7 @@ def _tile_share(
     best = math.inf
     for rows, columns, relative in tiles:
         count = groups * math.ceil(m / rows) * math.ceil(n / columns)
-        for split in _SPLITS:
+        for split in SPLITS:
             # Each piece of a split writes partial sums that must be added up: one more ramp.
             steps = math.ceil(k / split) + ramp_k * (1 if split == 1 else 2)
             best = min(best, math.ceil(count * split / sms) * rows * columns * steps / relative)

@@ -44,7 +44,8 @@ def lower(graph: Graph, policy: PlanPolicy | None = None, header: Mapping[str, s
     check(full)
     draft = stamp(full, policy, _orders(graph), sharded_of(full, found))
     edges = transfers(draft)
-    _after_producers(draft)
+    send, _ = draft.messages
+    draft.wait(send, producers(draft, send))  # a send for the op that produced its buffer
     once_rows(draft)
     zero_rows(draft, found)
     if policy.p2p is MessageQueue.SINGLE or _mixed(draft):
@@ -80,13 +81,6 @@ def _mixed(draft: PlanBuilder) -> bool:
     meet = {n.stream for n in nodes if n.once and n.kind not in TAIL and len(n.groups) > 1}
     wires = [s for s in draft.templates.shapes if s.kind is OpKind.COLLECTIVE]
     return not meet.isdisjoint(s.stream for s in wires if not s.covers or not nodes[s.covers[0][0]].once)
-
-
-def _after_producers(draft: PlanBuilder) -> None:
-    """A send waits for the op that produced its buffer."""
-    send, _ = draft.messages
-    if len(send):
-        draft.wait(send, producers(draft, send))
 
 
 def _after_dispatched(draft: PlanBuilder) -> None:

@@ -20,7 +20,7 @@ def once_rows(draft: PlanBuilder) -> None:
     end = [int(n) for n in np.diff(draft.start)]
     front = [(n - 1) * draft.policy.reduce_behind for n in end]
     for rank, i in enumerate(canonical(draft, groups, first, last)):
-        members, contributions, shape = [], [], draft.shape(node_shape(graph, i))
+        members, contributions, shape = [], [], draft.templates.add(node_shape(graph, i))
         for p in groups[i]:
             own = last[i, p]
             front[p] = max(front[p], own)
@@ -32,7 +32,7 @@ def once_rows(draft: PlanBuilder) -> None:
         new.meet(members)
     for rank, kind in enumerate(TAIL):
         for i in [i for i in groups if graph.nodes[i].kind is kind]:
-            members, shape = [], draft.shape(node_shape(graph, i))
+            members, shape = [], draft.templates.add(node_shape(graph, i))
             for p in groups[i]:
                 members.append(new.row(i, p, shape, (end[p] + rank) * STEP, i, latest[i][p]))
                 before = [draft.once_rows[s, p] for s in sources[i] if (s, p) in draft.once_rows]

@@ -11,7 +11,7 @@ from ir.core.waits import order_by
 from ir.graph.graph import Graph, MicrobatchSpan, illegal
 from ir.lower.policy import PlanPolicy
 from ir.lower.template import PlanTemplateKey, PlanTemplates
-from ir.plan.plan import OpKind, OpShape, covers_of, spread
+from ir.plan.plan import OpKind, covers_of, spread
 
 Edges = tuple[IntArray, IntArray, IntArray, IntArray]  # between programs: edge, microbatch, receive, reader row
 STEP = 8  # distance of neighbouring base rows in sort keys, so that others fit between
@@ -82,10 +82,6 @@ class PlanBuilder:
     def wait(self, row: IntArray, on: IntArray) -> None:
         """`row` waits for `on`."""
         self.waits.append((np.asarray(row, dtype=np.int64), np.asarray(on, dtype=np.int64)))
-
-    def shape(self, shape: OpShape) -> int:
-        """Register a shape."""
-        return self.templates.add(shape)
 
 
 def classes(graph: Graph) -> IntArray:

@@ -170,5 +170,5 @@ def _recv_shapes(draft: PlanBuilder, edge: IntArray, frm: IntArray) -> IntArray:
         peer = int(frm[i])
         text = draft.templates.names.receive((e.src, e.slot), g.nodes[e.dst].stage)
         stream = "p2p" if draft.policy.p2p is MessageQueue.SINGLE else f"recv<{peer}"
-        out.append(draft.shape(OpShape(OpKind.RECV, stream, text, slot=(e.src, e.slot), peer=peer)))
+        out.append(draft.templates.add(OpShape(OpKind.RECV, stream, text, slot=(e.src, e.slot), peer=peer)))
     return np.array(out, dtype=np.int64)[inverse]

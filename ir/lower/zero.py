@@ -74,7 +74,7 @@ def _reductions(draft: PlanBuilder, b: Bucket, p: int, element: int, update: int
     scale = 1 + int(draft.cover.max(initial=0))
     opens = np.where(mine, inst * scale + draft.cover[ws], np.iinfo(np.int64).max)[:, mbs].min(axis=0)
     first, alloc_cover = opens // scale, opens % scale
-    shape = draft.shape(reduction_shape(b, element))
+    shape = draft.templates.add(reduction_shape(b, element))
     one = np.ones(len(mbs), dtype=np.int64)
     key = draft.local(last) * STEP + STEP // 2 - 1
     ids = rows.extend(program=one * p, shape=one * shape, mb=mbs, key=key)
@@ -173,7 +173,7 @@ class _Gathers:
     def _gather(self, b: Bucket, way: Pass, mb: int, row: int, cover: int) -> _Copy:
         again = self.again[b.key, way, mb]
         self.again[b.key, way, mb] += 1
-        shape = self.draft.shape(gather_shape(b, way, again, self.element))
+        shape = self.draft.templates.add(gather_shape(b, way, again, self.element))
         self.made.append((shape, mb, self.front, row))
         return _Copy(len(self.made) - 1, b.shard * b.ranks * self.element, row, cover)
 

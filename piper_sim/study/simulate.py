@@ -111,7 +111,7 @@ def warnings(p: PreparedJob) -> list[str]:
     return out
 
 
-_OF_LINKS = ("nvlink_", "nic_", "dispatch_", "oversubscription", "collective_launch_us")
+LINK_KEYS = ("nvlink_", "nic_", "dispatch_", "oversubscription", "collective_launch_us")
 _OF_OPS = ("peak_TFLOPs", "hbm_GBps", "sms", "power_W", "gemm", "attention", "memory_", "kernel_launch_us", "host_GBps")
 
 
@@ -120,7 +120,7 @@ def as_measured(p: PlannedJob) -> list[str]:
     profile, costs = p.model.measured.profile, p.prepared.job.costs
     if profile is None:
         return []
-    of = (_OF_LINKS if profile.links else ()) + (_OF_OPS if profile.ops else ())
+    of = (LINK_KEYS if profile.links else ()) + (_OF_OPS if profile.ops else ())
     keys = [f"cluster.{k}" for k in p.prepared.job.cluster.overrides if k.startswith(of)]
     chosen = {"deterministic": costs.deterministic, "portable_attention": costs.portable_attention is not None}
     keys += [f"costs.{k}" for k, said in chosen.items() if said and profile.ops]  # which kernels run is no op's class

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 
 from ir.core.ops import Pass
-from ir.core.work import LOSS, Kernel, Message, MessageKind, Work
+from ir.core.work import LOSS, Kernel, MessageKind, Work
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
-from ir.workload.parts.region import all_reduce, enter, gather
+from ir.workload.parts.region import all_reduce, enter, gather, inline
 from ir.workload.parts.residual import linears_narrow, linears_widen, narrowed, stats, stream_normed, written
 from ir.workload.parts.streams import StreamMixing
 from ir.workload.setting import PartSetting, TokenLossKind
@@ -69,8 +69,8 @@ def embed(s: PartSetting) -> PartWork:
 
 def _sum_words(s: PartSetting, size: int) -> tuple[PartCollective, ...]:
     if s.sp:
-        scatter = PartCollective(Pass.F, Message(MessageKind.REDUCE_SCATTER, size, ("tp",)))
-        return (scatter, PartCollective(Pass.W, Message(MessageKind.ALL_GATHER, size, ("tp",))))
+        scatter = inline(Pass.F, MessageKind.REDUCE_SCATTER, size, "tp")
+        return scatter, inline(Pass.W, MessageKind.ALL_GATHER, size, "tp")
     return (all_reduce(Pass.F, size),) if s.layout.tp > 1 else ()
 
 

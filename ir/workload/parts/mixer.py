@@ -5,13 +5,13 @@ all-to-all to a share of the heads, and go back by another, as Megatron-LM's mix
 """
 
 from ir.core.ops import Pass
-from ir.core.work import Kernel, Message, MessageKind
+from ir.core.work import Kernel, MessageKind
 from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
 from ir.workload.part import PartCollective, PartWork, SavedBuffer
 from ir.workload.parts import kernels as k
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.mixer_core import LayerRecurrence, model_flops
-from ir.workload.parts.region import enter
+from ir.workload.parts.region import enter, inline
 from ir.workload.parts.residual import branch
 from ir.workload.parts.short_conv import short_conv
 from ir.workload.setting import PartSetting
@@ -98,11 +98,7 @@ def _across(s: PartSetting, features: int, m: LayerMixer) -> tuple[PartCollectiv
     if s.layout.cp == 1:
         return ()
     sizes = (s.tokens * features * s.wide, s.tokens * m.inner // s.layout.tp * s.wide)
-    return tuple(
-        PartCollective(when, Message(MessageKind.ALL_TO_ALL, size, ("cp",)))
-        for when in (Pass.F, Pass.I)
-        for size in sizes
-    )
+    return tuple(inline(when, MessageKind.ALL_TO_ALL, size, "cp") for when in (Pass.F, Pass.I) for size in sizes)
 
 
 def _convolved(s: PartSetting, core: LayerRecurrence, tensors: int) -> Kernel:

@@ -10,7 +10,7 @@ from ir.job.routing.counts import ExpertCounts, ExpertLayer, distinct
 from ir.workload.part import PartLayout
 from piper_sim.folding.ground import DevicePlacement
 
-_AT_ONCE = 2**18  # numbers: what a cache holds
+AT_ONCE = 2**18  # numbers: what a cache holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def _places(groups: IntArray) -> tuple[IntArray, IntArray]:
 
 def _experts(rows: IntArray, counts: IntArray, members: int) -> IntArray:
     """[exchange, member, its expert] rows from all sources."""
-    step = max(1, _AT_ONCE // (members * counts.shape[1]))
+    step = max(1, AT_ONCE // (members * counts.shape[1]))
     pieces = [counts[rows[a : a + step]].sum(axis=1) for a in range(0, len(rows), step)]
     return np.concatenate(pieces).reshape(len(rows), members, -1)
 

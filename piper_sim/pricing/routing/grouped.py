@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models import DeviceHardware, kernel_seconds
-from cost_models.compute.roofline import main_share, settled, traffic
+from cost_models.compute.roofline import SPLITS, main_share, settled, traffic
 from ir.core.order import FloatArray, IntArray
 from ir.core.work import Kernel, KernelKind, Work
-
-SPLITS = (1, 2, 4, 8)  # of K, as `cost_models.compute.roofline` tries them
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ir.core.work import Message
 from ir.job.routing.counts import ExpertCounts
 from piper_sim.folding.ground import DevicePlacement, RankSlot
 from piper_sim.folding.uses import CollectiveUse
-from piper_sim.pricing.routing.division import ExpertDivision
+from piper_sim.pricing.routing.division import AT_ONCE, ExpertDivision
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,6 @@ def _ranks(copies: FloatArray, by_node: FloatArray, seen: FloatArray, node: IntA
     share = copies / np.where(total > 0, total, 1.0)
     each = np.where(arrive > 0, total / np.where(arrive > 0, arrive, 1.0), 1.0)
     return np.asarray(np.maximum(arrive * (1 - np.power(1 - share, each)), least))
-
-
-_AT_ONCE = 2**18  # numbers: what a cache holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +112,7 @@ def loads(exchanges: IntArray, reach: TokenReach, roads: LinkRoads, deduplicate:
     deduplicate: a token crosses the network once per node and a node once per rank, as in DeepEP. Else every copy goes
     its own way.
     """
-    step = max(1, _AT_ONCE // max(1, exchanges.shape[1] ** 2))
+    step = max(1, AT_ONCE // max(1, exchanges.shape[1] ** 2))
     pieces = [exchanges[a : a + step] for a in range(0, len(exchanges), step)]
     found = [(_deduplicated if deduplicate else _direct)(p, reach, roads) for p in pieces]
     return LinkLoads(*(np.concatenate(x) for x in zip(*found, strict=True)))

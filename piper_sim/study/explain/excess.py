@@ -20,11 +20,11 @@ from piper_sim.pricing.scenario import scenario_of
 from piper_sim.pricing.structure import CostShare
 from piper_sim.study.explain.chain import OpChain, chain_of, ticks
 from piper_sim.study.planned import PlannedJob
+from piper_sim.study.simulate import LINK_KEYS
 
 REMOVED = ("straggler", "expert_skew", "link")  # in the order in which they are taken away
 NOTHING, PASSES, STEP, HOST = range(4)  # what ranks divide: passes, what is once per step, launches
 INNER = [CostShare.TP, CostShare.CP]
-_LINK_KEYS = ("nvlink_", "nic_", "dispatch_", "oversubscription", "collective_launch_us")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def usual_links(job: Job) -> Job:
     >>> dict(usual_links(slow).cluster.overrides)
     {'hbm_GiB': 40}
     """
-    kept = {k: v for k, v in job.cluster.overrides.items() if not k.startswith(_LINK_KEYS)}
+    kept = {k: v for k, v in job.cluster.overrides.items() if not k.startswith(LINK_KEYS)}
     if len(kept) == len(job.cluster.overrides):
         return job
     return replace(job, cluster=replace(job.cluster, overrides=kept))
