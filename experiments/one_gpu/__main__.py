@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from experiments.one_gpu import kernels, steps, sustained
-from experiments.one_gpu.timer import Deadline, MeasuredTable, host_us
+from experiments.one_gpu.timer import Deadline, host_us, measured_table
 
 
 def host(out: Path, until: Deadline) -> None:
@@ -22,11 +22,11 @@ def host(out: Path, until: Deadline) -> None:
         "linear, recorded": lambda: linear(y),
         "linear, sum, backward": lambda: linear(y).sum().backward(),
     }
-    with MeasuredTable(out / "host.csv", ("what", "us", "spread_us")) as table:
+    with measured_table(out / "host.csv", ("what", "us", "spread_us")) as row:
         for name, call in what.items():
             if until.near():
                 return
-            table.row(name, *host_us(call))
+            row(name, *host_us(call))
 
 
 PARTS: Mapping[str, Callable[[Path, Deadline], None]] = {

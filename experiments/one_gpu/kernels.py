@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from experiments.one_gpu.timer import Deadline, KernelTimer, MeasuredTable, gpu
+from experiments.one_gpu.timer import Deadline, KernelTimer, gpu, measured_table
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SEED = 20261126
@@ -72,16 +72,16 @@ def products(out: Path, until: Deadline, timer: KernelTimer) -> None:
     shapes = [(m, *width) for m in (2048, 4096, 8192) for width in WIDTHS]
     drawn = ([8 * round(2 ** draw.uniform(4.5, 10.5)) for _ in range(3)] for _ in range(40))
     fp8 = torch.cuda.get_device_capability() >= (8, 9)
-    with MeasuredTable(out / "gemm_torch.csv", ("gpu", "dtype", "m", "n", "k", "us", "timer_us")) as table:
+    with measured_table(out / "gemm_torch.csv", ("gpu", "dtype", "m", "n", "k", "us", "timer_us")) as row:
         for m, n, k in (*shapes, *((a, b, c) for a, b, c in drawn)):
             if until.near():
                 return
             x, w = (torch.randn(rows, k, device="cuda", dtype=BF16) for rows in (m, n))
-            table.row(gpu(), "bf16_cold", m, n, k, timer(partial(torch.mm, x, w.t())), timer.nothing)
+            row(gpu(), "bf16_cold", m, n, k, timer(partial(torch.mm, x, w.t())), timer.nothing)
             if fp8 and m % 16 == n % 16 == k % 16 == 0:
                 x8, w8 = x.to(FP8), w.to(FP8)
                 call = partial(torch._scaled_mm, x8, w8.t(), one, one, out_dtype=BF16)
-                table.row(gpu(), "fp8_cold", m, n, k, timer(call), timer.nothing)
+                row(gpu(), "fp8_cold", m, n, k, timer(call), timer.nothing)
 
 
 def grouped(out: Path, until: Deadline, timer: KernelTimer) -> None:
@@ -90,7 +90,7 @@ def grouped(out: Path, until: Deadline, timer: KernelTimer) -> None:
     if not hasattr(torch, "_grouped_mm"):
         return
     draw = torch.Generator().manual_seed(SEED)
-    with MeasuredTable(out / "grouped_torch.csv", columns) as table:
+    with measured_table(out / "grouped_torch.csv", columns) as row:
         for experts, tokens, n, k in GROUPS:
             if until.near():
                 return
@@ -104,7 +104,7 @@ def grouped(out: Path, until: Deadline, timer: KernelTimer) -> None:
                 weights = partial(torch._grouped_mm, y.t(), x, ends)
                 for which, call in (("forward", forward), ("weights", weights)):
                     try:
-                        table.row(gpu(), which, split, experts, tokens, n, k, timer(call), timer.nothing)
+                        row(gpu(), which, split, experts, tokens, n, k, timer(call), timer.nothing)
                     except RuntimeError as e:
                         print(f"{which} {split} {experts, tokens, n, k}: {str(e).splitlines()[0]}")
 
@@ -112,7 +112,7 @@ def grouped(out: Path, until: Deadline, timer: KernelTimer) -> None:
 def attention(out: Path, until: Deadline, timer: KernelTimer) -> None:
     """Both passes, causal; a backend that cannot do a shape has no row."""
     columns = "gpu backend pass batch seq_len heads kv_heads qk_dim v_dim ms ms_fixed timer_us"
-    with MeasuredTable(out / "sdpa_torch.csv", columns.split()) as table:
+    with measured_table(out / "sdpa_torch.csv", columns.split()) as row:
         for b, heads, few, s, d in ATTENTION:
             for name, backend in BACKENDS.items():
                 if until.near():
@@ -126,7 +126,7 @@ def attention(out: Path, until: Deadline, timer: KernelTimer) -> None:
                     continue
                 for which, us, fixed in found:
                     cells = (f"{1e-3 * us:.5f}", f"{1e-3 * fixed:.5f}" if fixed else "", timer.nothing)
-                    table.row(gpu(), name, which, b, s, heads, few, d, d, *cells)
+                    row(gpu(), name, which, b, s, heads, few, d, d, *cells)
 
 
 def _passes(
@@ -158,11 +158,11 @@ def _passes(
 
 def ops(out: Path, until: Deadline, timer: KernelTimer) -> None:
     """All that is no product and no attention."""
-    with MeasuredTable(out / "op_torch.csv", ("gpu", "op", "sizes", "dtype", "us", "timer_us")) as table:
+    with measured_table(out / "op_torch.csv", ("gpu", "op", "sizes", "dtype", "us", "timer_us")) as row:
         for name, sizes, dtype, call in (*_elementwise(), *_losses(), *_updates()):
             if until.near():
                 return
-            table.row(gpu(), name, sizes, dtype, timer(call), timer.nothing)
+            row(gpu(), name, sizes, dtype, timer(call), timer.nothing)
 
 
 def _elementwise() -> Iterator[Timed]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.one_gpu.timer import Deadline, MeasuredTable
+from experiments.one_gpu.timer import Deadline, measured_table
 from experiments.published.sets import facts
 from ir.workload.config.load import raw_config
 
@@ -89,7 +89,7 @@ class MeasuredStep:
 def measure(out: Path, until: Deadline) -> None:
     """All cases there is time for; one that fails is named and left out."""
     name = torch.cuda.get_device_name(0).removeprefix("NVIDIA ")
-    with MeasuredTable(out / "one_gpu.csv", COLUMNS.split()) as table:
+    with measured_table(out / "one_gpu.csv", COLUMNS.split()) as row:
         for case in CASES:
             if until.near(30.0 if case.compiled else 8.0):
                 continue
@@ -103,7 +103,7 @@ def measure(out: Path, until: Deadline) -> None:
             cells = ("full" if case.recomputed else "", "autocast" if case.autocast else "bf16", int(case.compiled))
             sizes = (case.seq_len, case.microbatch_size, case.microbatches)
             peaks = (found.allocated, found.reserved, found.state)
-            table.row(case.name, case.model, GPUS.get(name, name), *sizes, *cells, *times, *peaks, "measured here")
+            row(case.name, case.model, GPUS.get(name, name), *sizes, *cells, *times, *peaks, "measured here")
 
 
 def run(case: StepCase, device: torch.device) -> MeasuredStep:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from experiments.one_gpu.timer import Deadline, MeasuredTable, gpu
+from experiments.one_gpu.timer import Deadline, gpu, measured_table
 
 REST_S, LONG_S, BURST = 2.0, 3.0, 8
 PRODUCTS = ((8192, 8192, 8192), (8192, 28672, 4096), (4096, 4096, 4096), (8192, 1792, 8192), (16384, 6144, 1536))
@@ -20,12 +20,12 @@ def measure(out: Path, until: Deadline) -> None:
     """Random values, since zeros draw less power."""
     made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     columns = "op gpu dtype shape burst_TFLOPs sustained_TFLOPs"
-    with MeasuredTable(out / "sustained.csv", columns.split()) as table:
+    with measured_table(out / "sustained.csv", columns.split()) as table:
 
         def row(op: str, shape: tuple[int, ...], flops: float, call: Callable[[], object]) -> None:
             if not until.near(REST_S + LONG_S + 3.0):
                 rates = (flops / s / 1e12 for s in _seconds(call))
-                table.row(op, gpu(), "bf16", "x".join(map(str, shape)), *rates)
+                table(op, gpu(), "bf16", "x".join(map(str, shape)), *rates)
 
         for m, n, k in PRODUCTS:
             a, b = torch.randn(m, k, **made), torch.randn(k, n, **made)

@@ -2,10 +2,10 @@
 
 import csv
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 import torch
 
@@ -38,24 +38,14 @@ class Deadline:
         return time.monotonic() + needs > self._end
 
 
-class MeasuredTable:
-    """A CSV file with the device in its head. A row is on disk as soon as it is known."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._file = path.open("w", newline="", buffering=1)
-        self._file.write(f"# {about()}\n")
-        self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(columns)
-
-    def row(self, *cells: object) -> None:
-        """One line."""
-        self._writer.writerow([round(c, 3) if isinstance(c, float) else c for c in cells])
-
-    def __enter__(self) -> "MeasuredTable":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+@contextmanager
+def measured_table(path: Path, columns: Sequence[str]) -> Iterator[Callable[..., object]]:
+    """What writes a row of a CSV file with the device in its head. It is on disk as soon as it is known."""
+    with path.open("w", newline="", buffering=1) as file:
+        file.write(f"# {about()}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        yield lambda *cells: writer.writerow([round(c, 3) if isinstance(c, float) else c for c in cells])
 
 
 class KernelTimer:
