@@ -24,6 +24,7 @@ from ir.job.build import PreparedJob, blaming, precision_of
 from ir.job.recompute import recompute_options
 from ir.verify.queues import DeviceQueues, check_device
 from ir.workload.config.keys import TYPES
+from ir.workload.setting import shares_kv_heads
 
 COMPUTE = (DType.BF16, DType.FP32, DType.FP64)  # the first is a fix of what is narrower
 
@@ -215,10 +216,13 @@ def _refuse_recompute(prepared: PreparedJob) -> None:
 
 
 def _refuse_repeated(prepared: PreparedJob) -> None:
-    """Heads that ranks exchange, where a rank would have none of keys and values of its own. Modules say it."""
+    """Heads of keys and values that several ranks have. Modules say it."""
     if prepared.config.model_type == "captured":
         return
     c, layouts = prepared.config, [e.layout for e in prepared.plan().graph.entries]
+    if most := max((x.tp for x in layouts if shares_kv_heads(c, x.tp)), default=0):
+        message = f"{c.kv_heads} KV heads among tp = {most} ranks are planned and simulated, but not executed yet"
+        raise job_error("parallel.tp", message, f"tp = {c.kv_heads}", f"divisors of {c.kv_heads}")
     kv = c.heads if c.mla else c.kv_heads
     if most := max((x.cp for x in layouts if x.cp_heads and kv // x.tp < x.cp), default=0):
         raise _not_yet(f"an exchange of {kv} KV heads among cp = {most} ranks", "parallel.cp_comm", '"all_gather"')

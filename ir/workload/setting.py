@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
+from math import gcd
 
 from ir.core.errors import ErrorKind, PiperError, job_error, nearest
 from ir.core.limits import divisors
 from ir.core.work import DType
-from ir.workload.config.spec import ModelConfig, NormLayerKind
+from ir.workload.config.spec import AttentionNormKind, ModelConfig, NormLayerKind
 from ir.workload.part import PartLayout
 
 _VOCABULARY, _STRETCHES = "vocabulary", "equal stretches of each sequence"
@@ -257,17 +258,28 @@ def attention_of(name: str) -> AttentionKind:
     return AttentionKind(name)
 
 
+def shares_kv_heads(c: ModelConfig, tp: int) -> bool:
+    """Whether several of tp ranks have one KV head. Each makes an equal share of all queries', keys' and values'
+    features then, and gathers the others', as Megatron-Core does (transformer/attention.py).
+
+    >>> from ir.workload import load_config
+    >>> [shares_kv_heads(load_config("llama3-8b"), tp) for tp in (8, 12, 16)]
+    [False, False, True]
+    """
+    return not c.mla and not c.compressed and tp > c.kv_heads and tp % c.kv_heads == 0
+
+
 def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape, ranks: int = 0) -> None:
     """Refuse sizes that do not divide, naming the job's key and the nearest size that does.
 
     ranks: tp·cp·dp, where the number of GPUs is given: a size that is named divides them, too.
 
     >>> from ir.workload import load_config
-    >>> check_setting(load_config("llama3-8b"), PartLayout(tp=16), MicrobatchShape())
+    >>> check_setting(load_config("llama3-8b"), PartLayout(tp=64), MicrobatchShape())
     Traceback (most recent call last):
-    ir.core.errors.PiperError: parallel.tp: tp = 16 does not divide llama3-8b's KV heads = 8
-    allowed: divisors of 8
-    fix: tp = 8
+    ir.core.errors.PiperError: parallel.tp: tp = 64 does not divide llama3-8b's attention heads = 32
+    allowed: divisors of 32
+    fix: tp = 32
     """
     for axis, by, what, size in _divided(config, layout, shape):
         if size % by:
@@ -282,7 +294,10 @@ def _divided(c: ModelConfig, layout: PartLayout, shape: MicrobatchShape) -> Iter
     attends = m is None or any(c.attends(i) for i in range(c.layers))
     mine = f"{c.source}'s"
     yield "tp", tp, f"{mine} attention heads", c.heads if attends else 0
-    yield "tp", tp, f"{mine} KV heads", c.heads if c.mla or c.compressed else c.kv_heads if attends else 0
+    kv = c.heads if c.mla or c.compressed else c.kv_heads
+    few = shares_kv_heads(c, tp) and c.form.qk_over is not AttentionNormKind.HEADS and not c.encoder
+    yield "tp", tp, f"{mine} KV heads", (tp if few else kv) if attends else 0
+    yield "tp", tp, f"features of {mine} KV heads", kv * gcd(c.qk_dim, c.v_dim) if few and attends else 0
     yield "tp", tp, f"{mine} groups of heads in the output projection", c.compressed.out_groups if c.compressed else 0
     yield "tp", tp, f"{mine} {_VOCABULARY}", c.vocab
     yield "tp", tp, f"{mine} MLP width", c.ffn if any(c.has_mlp(i) for i in range(c.layers)) else 0

@@ -14,7 +14,7 @@ from ir.workload.parts.attention.latent import absorbed, latent
 from ir.workload.parts.attention.projection import AttentionProjection
 from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.residual import added, branch, written
-from ir.workload.setting import AttentionKind, PartSetting
+from ir.workload.setting import AttentionKind, PartSetting, shares_kv_heads
 
 
 def attention(s: PartSetting) -> PartWork:
@@ -80,29 +80,34 @@ def _projection(s: PartSetting, core: AttentionCore) -> AttentionProjection:
 
 
 def _heads(s: PartSetting, core: AttentionCore) -> AttentionProjection:
-    """Multi-head or grouped-query attention: one fused product for q, k and v."""
+    """Multi-head or grouped-query attention: one fused product for q, k and v, of which each rank has a share."""
     c, h = s.config, s.config.hidden
     gate = core.out_features if c.form.attn_gate else 0
-    features = core.q_features + core.kv_features + gate
+    whole = s.layout.tp * (core.q_features + gate) + c.kv_heads * (core.qk + core.v)
     roped = core.q_features + core.kv_heads * core.qk
-    qkv = LinearKernel("qkv_proj", s.tokens, features, h)
+    qkv = LinearKernel("qkv_proj", s.tokens, whole // s.layout.tp, h)
+    gathered = whole if shares_kv_heads(c, s.layout.tp) else 0
+    turned = (
+        (k.memory(s, "gathered_qkv", 2 * s.tokens * whole * s.wide),) if gathered else ()
+    )  # rank by rank as it comes
     ready: Work = (k.rope(s, s.tokens * roped),) if c.rope else ()
     back: Work = (k.rope(s, s.tokens * roped, back=True),) if c.rope else ()
     if c.qk_norm:
         ready = (k.norm_forward(s, "qk_norm", s.tokens * roped), *ready)
         back = (*back, k.norm_backward(s, "qk_norm_backward", s.tokens * roped))
     return AttentionProjection(
-        forward=(qkv.forward(s), *ready),
-        backward=(*back, *k.input_grad(s, qkv)),
+        forward=(qkv.forward(s), *turned, *ready),
+        backward=(*back, *turned, *k.input_grad(s, qkv)),
         linears=(qkv,),
         saved=(
             *_queries_keys(s, core, ready),
-            SavedBuffer("v", s.tokens * (features - roped - gate) * s.wide, Pass.I),
+            SavedBuffer("v", s.tokens * core.kv_heads * core.v * s.wide, Pass.I),
         ),
         enters=(h,),
         readers=1 if c.names.qkv else 3,
-        widest=features,
-        model_flops=2 * s.shape.tokens * h * features * s.layout.tp,
+        widest=gathered or qkv.out,
+        gathered=gathered,
+        model_flops=2 * s.shape.tokens * h * whole,
         sums=2 if c.qk_norm and c.form.qk_over is AttentionNormKind.WIDTH and s.layout.tp > 1 else 0,
     )
 

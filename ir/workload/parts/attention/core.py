@@ -36,7 +36,7 @@ class AttentionCore:
             return cls(c.heads // tp, 1, c.head_dim, c.head_dim, keys, joint=True)
         if s.picked and c.mla:
             return cls(c.heads // tp, 1, c.mla.latent_dim, c.mla.kv_rank, keys, joint=True)
-        return cls(c.heads // tp, (c.heads if c.mla else c.kv_heads) // tp, c.qk_dim, c.v_dim, keys)
+        return cls(c.heads // tp, max(1, (c.heads if c.mla else c.kv_heads) // tp), c.qk_dim, c.v_dim, keys)
 
     @property
     def q_features(self) -> int:
