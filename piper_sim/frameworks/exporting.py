@@ -17,12 +17,13 @@ from ir.job.schema import Job
 from ir.job.table import keys_of, table_of, toml_sections
 from ir.workload.config.load import presets, raw_config
 from ir.workload.config.spec import LayerForm, ModelConfig
+from ir.workload.setting import shares_kv_heads
 from piper_sim.frameworks.from_job import MEGATRON, facts_of, nodes_of
 from piper_sim.frameworks.importing import UNKNOWN, ImportedJob, import_launch
 from piper_sim.frameworks.table import chains, rows
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts
-from piper_sim.frameworks.to_job.launch import not_started
+from piper_sim.frameworks.to_job.launch import SHARED, not_started
 from piper_sim.frameworks.values import write_value
 
 FRAMEWORKS = ("megatron", "megatron-bridge", "torchtitan", "deepspeed", "automodel", "accelerate", "primus")
@@ -80,6 +81,8 @@ def export_launch(prepared: PreparedJob, framework: str, again: Callable[[Job], 
         raise _cannot(framework, key, value, why)
     if framework not in MEGATRON and prepared.job.optimizer.name == "muon":
         raise _cannot(framework, "optimizer.name", "muon", "only Megatron's launches have words for it")
+    if framework not in MEGATRON and shares_kv_heads(prepared.config, prepared.mesh.sizes["tp"]):
+        raise _cannot(framework, "parallel.tp", prepared.mesh.sizes["tp"], SHARED)
     found_facts = facts_of(prepared, framework)
     if framework == "torchtitan" and "flavor" not in found_facts:
         raise _cannot(framework, "model.config", prepared.job.model.name, "none of its flavors has these sizes")

@@ -7,6 +7,7 @@ from ir.core.errors import ErrorKind, PiperError
 from ir.job.build import PreparedJob, prepare
 from ir.job.load import job_from
 from ir.workload.layout import format_layout
+from ir.workload.setting import shares_kv_heads
 from piper_sim.frameworks.table import facts as tables
 from piper_sim.frameworks.to_job.draft import Facts, JobDraft
 from piper_sim.frameworks.to_job.model import model_of, trained
@@ -80,6 +81,9 @@ def _by_pattern(pattern: str) -> Facts:
     return said | ({"layout": format_layout(("E" + "|".join(stages) + last).split("|"))} if len(stages) > 1 else {})
 
 
+SHARED = "only Megatron-Core gives several ranks one KV head"
+
+
 def troubles(framework: str, job: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Keys for which a job as imported would not load, or its framework would stop; each with why."""
     try:
@@ -90,6 +94,8 @@ def troubles(framework: str, job: Mapping[str, Mapping[str, Any]]) -> Iterator[t
         return
     if framework in EVEN:
         yield from ((key, f"{framework} stops here: {why}") for key, _, why in not_started(prepared))
+    elif shares_kv_heads(prepared.config, prepared.mesh.sizes["tp"]):
+        yield "parallel.tp", f"{framework} stops here: {SHARED}"
 
 
 def not_started(p: PreparedJob) -> Iterator[tuple[str, object, str]]:

@@ -6,6 +6,7 @@ from ir.core.errors import PiperError
 from ir.core.ops import Pass
 from ir.core.work import DType, KernelKind, MessageKind
 from ir.workload import load_config, model_chunks
+from ir.workload.params import local_numel
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
 from ir.workload.setting import MicrobatchShape, ModelPrecision, check_setting
@@ -259,6 +260,32 @@ def test_fewer_heads_of_keys_than_ranks_are_sent_to_several():
     assert kept["repeated_kv"] == 256 * 2 * 8 * 128 * 2 and "repeated_kv" not in {b.name for b in two.saved}
     with pytest.raises(PiperError, match="cp = 3 does not divide llama3-8b's KV heads"):
         check_setting(config, PartLayout(cp=3, cp_heads=True), MicrobatchShape(1, 4098))
+
+
+@pytest.mark.parametrize(("name", "tp"), [("qwen3-30b-a3b", 8), ("qwen3-30b-a3b", 16), ("llama3-8b", 32)])
+def test_a_kv_head_of_several_ranks_is_made_in_shares_that_are_gathered(name, tp):
+    """Megatron-Core's SelfAttention with num_query_groups < tp: each rank has 1/tp of the fused weight's rows, gathers
+    what all make of it, and takes its heads and one of keys and values; on the way back gradients are summed."""
+    config, tokens, layout = load_config(name), 4096, PartLayout(tp=tp, sequence_parallel=True)
+    check_setting(config, layout, MicrobatchShape())
+    attn, alone = works(config, layout)["l0.attn"], works(config)["l0.attn"]
+    heads, kv, d, h = config.heads, config.kv_heads, config.head_dim, config.hidden
+    fused, stream = (heads + 2 * kv) * d, 2 * tokens * h
+    both = [("all_gather", "tp", stream), ("all_gather", "tp", 2 * tokens * fused), ("reduce_scatter", "tp", stream)]
+    assert sorted(messages(attn, Pass.F)) == sorted(both)
+    back = [
+        ("reduce_scatter", "tp", stream),
+        ("reduce_scatter", "tp", 2 * tokens * fused),
+        ("all_gather", "tp", stream),
+    ]
+    assert sorted(messages(attn, Pass.I)) == sorted(back)
+    qkv, core = (next(k for k in attn.forward if k.label == label) for label in ("qkv_proj", "attention"))
+    assert qkv.flops == 2 * tokens * h * fused // tp and core.shape == (1, heads // tp, tokens, tokens, d, d)
+    assert sum(k.label == "gathered_qkv" for k in (*attn.forward, *attn.input_grad)) == 2
+    assert {b.name: b.bytes for b in attn.saved}["v"] == 2 * tokens * d
+    assert attn.model_flops == alone.model_flops
+    (part,) = (p for c in model_chunks(config) if c.name == "l0" for p in c.parts if p.name == "attn")
+    assert sum(local_numel(q, layout) for q in part.params if "tp" in q.sharded) == (fused * h + heads * d * h) // tp
 
 
 def test_experts_cut_by_etp_gather_and_scatter_rows():

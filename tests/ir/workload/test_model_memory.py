@@ -262,7 +262,7 @@ def test_shared_experts_and_router_share_one_normed_input():
 @pytest.mark.parametrize(
     ("name", "layout", "shape", "key", "fix"),
     [
-        ("llama3-8b", PartLayout(tp=16), MicrobatchShape(), "parallel.tp", "tp = 8"),
+        ("llama3-8b", PartLayout(tp=64), MicrobatchShape(), "parallel.tp", "tp = 32"),
         ("tiny-moe", PartLayout(ep=3), MicrobatchShape(), "parallel.ep", "ep = 2"),
         ("tiny-moe", PartLayout(tp=2), MicrobatchShape(), "parallel.sequence_parallel", "true"),
         ("tiny-llama", PartLayout(ep=2), MicrobatchShape(), "parallel.ep", "ep = 1, etp = 1"),

@@ -59,8 +59,10 @@ def test_61_layers_on_64_stages(cli: Any, job: Any) -> None:
 
 
 def test_heads_and_kv_heads_limit_tp(cli: Any, job: Any) -> None:
-    sizes = {"pp": 1, "dp": 1, "ep": 1, "tp": 16}
-    result = cli("simulate", job(model={"config": "llama3-8b"}, parallel=sizes))
+    sizes = {"pp": 1, "dp": 1, "ep": 1, "tp": 12}
+    result = cli(
+        "simulate", job(model={"config": "llama3-8b", "num_attention_heads": 48, "head_dim": 128}, parallel=sizes)
+    )
     assert result.code == 2 and "KV heads = 8" in result.error["message"] and result.error["suggestion"] == "tp = 8"
 
 

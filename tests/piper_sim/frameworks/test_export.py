@@ -118,6 +118,7 @@ def test_import_and_export_are_a_fixed_point(drawn: tuple[str, PreparedJob]) -> 
         # One replica of each dense weight, and four of each expert: tp does not cut them.
         ("torchtitan", {"model": {"config": "mixtral-8x7b"}, "parallel": {"tp": 4, "pp": 4}}, "parallel.zero"),
         ("automodel", {"model": {"config": "mixtral-8x7b"}, "parallel": {"tp": 4, "pp": 4}}, "parallel.zero"),
+        ("torchtitan", {"model": {"config": "qwen3-30b-a3b"}, "parallel": {"tp": 8}}, "parallel.tp"),  # four KV heads
     ],
 )
 def test_what_a_framework_cannot_say_is_refused_by_its_key(framework: str, sections: dict[str, Any], key: str) -> None:
@@ -277,3 +278,8 @@ def test_prediction_modules_of_a_pattern_go_to_megatron_and_come_back(repeated: 
 def test_layers_that_no_pattern_says_are_refused_by_the_key(preset: str) -> None:
     job = prepared(model={"config": preset, "seq_len": 4096}, parallel={"ep": 8})
     assert str(refusal(export_launch, job, "megatron").key).startswith("model.")
+
+
+def test_megatron_shares_kv_heads_between_ranks() -> None:
+    job = prepared(model={"config": "qwen3-30b-a3b"}, parallel={"tp": 8})
+    assert read_back(export_launch(job, "megatron")).job["parallel"]["tp"] == 8

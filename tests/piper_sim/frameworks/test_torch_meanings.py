@@ -237,6 +237,14 @@ def test_what_torchtitan_stops_at_is_said(tmp_path: Path, words: str, named: str
     assert listed(found, ASSUMED) == [named] * (named is not None)
 
 
+@pytest.mark.parametrize(("tp", "said"), [(8, []), (16, ["parallel.tp"])])
+def test_ranks_beyond_kv_heads_are_said(tmp_path: Path, tp: int, said: list[str]) -> None:
+    (tmp_path / "t.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
+    start = "torchrun --nnodes 2 --nproc_per_node 8 -m torchtitan.train --job.config_file t.toml"
+    found = imported(tmp_path, f"{start} --parallelism.tensor_parallel_degree {tp}")
+    assert [e.key for e in found.entries if "only Megatron-Core" in e.note] == said
+
+
 # torchtitan/config/manager.py parses by tyro, whose flags say no in front of a key's last word
 
 

@@ -52,8 +52,7 @@ def test_models_of_one_kind_of_layer_have_one_number_of_kv_heads() -> None:
         config = config_from({**RAW, "layer_types": [kind] * 48}, "x")
         assert (config.kv_heads, config.window_kv_heads, len(config.windows)) == (heads, 0, 0)
     check_setting(config, PartLayout(tp=8, sequence_parallel=True), MicrobatchShape())
-    e = refusal(check_setting, MIMO, PartLayout(tp=8, sequence_parallel=True), MicrobatchShape())
-    assert e.key == "parallel.tp" and "KV heads = 4" in e.message
+    check_setting(MIMO, PartLayout(tp=8, sequence_parallel=True), MicrobatchShape())  # one head to two ranks, or one
 
 
 def test_its_authors_keys_say_the_same_or_are_refused() -> None:
