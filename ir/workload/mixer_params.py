@@ -2,7 +2,7 @@
 
 from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
 from ir.workload.config.spec import ModelConfig
-from ir.workload.params import Params, cut, linear, norm, whole
+from ir.workload.params import Params, branch_norms, cut, linear, whole
 from ir.workload.part import Param
 
 
@@ -14,7 +14,7 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
     assert m is not None
     at = f"{prefix}{c.names.mixer}."
     return (
-        *(() if m.beside else norm(c, prefix + c.names.attn_norm, c.hidden)),
+        *(() if m.beside else branch_norms(c, prefix, c.names.attn_norm, "attn_out_norm")),
         *_projections(c, at, m),
         *_convolution(at, m),
         *_decays(at, m),

@@ -74,8 +74,9 @@ def attention(config: ModelConfig, prefix: str) -> Params:
     if c.compressed:
         return _compressed(config, prefix, c.compressed)
     q, kv, v, out = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.v_dim, c.heads * c.v_dim)
-    params = _branch(c, prefix, names.attn_norm, "attn_out_norm")
+    params = branch_norms(c, prefix, names.attn_norm, "attn_out_norm")
     asked = q + out if c.form.attn_gate else q
+    params += _head_gate(c, at)
     if names.qkv:
         sizes = (q, kv, v)
         params += linear(c, prefix + names.qkv, sum(sizes), c.hidden, column=True, bias=c.qkv_bias, blocks=sizes)
@@ -110,7 +111,12 @@ def _qk_norm(config: ModelConfig, name: str, rows: int) -> Params:
             return (cut(f"{name}.weight", 0, rows),)
 
 
-def _branch(config: ModelConfig, prefix: str, before: str, behind: str) -> Params:
+def _head_gate(config: ModelConfig, at: str) -> Params:
+    gated = config.form.head_gate
+    return linear(config, f"{at}g_proj", config.heads, config.hidden, column=True, bias=False) if gated else ()
+
+
+def branch_norms(config: ModelConfig, prefix: str, before: str, behind: str) -> Params:
     """The norms of a layer's branch, by where they stand."""
     names = {LayerNormPlace.BEFORE: (before,), LayerNormPlace.BEHIND: (behind,), LayerNormPlace.BOTH: (before, behind)}
     return tuple(x for name in names[config.form.norms] for x in norm(config, prefix + name, config.hidden))
@@ -134,7 +140,7 @@ def _mla(config: ModelConfig, prefix: str) -> Params:
     params += (whole(f"{at}kv_a_proj_with_mqa.bias", down),) if c.qkv_bias else ()
     params += norm(c, f"{at}kv_a_layernorm", mla.kv_rank)
     params += linear(c, f"{at}kv_b_proj", kv, mla.kv_rank, column=True, bias=False)
-    params += linear(c, f"{at}g_proj", c.heads, c.hidden, column=True, bias=False) if c.form.head_gate else ()
+    params += _head_gate(c, at)
     return params + linear(c, f"{at}o_proj", c.hidden, c.heads * mla.v_dim, column=False, bias=c.out_bias)
 
 
@@ -207,7 +213,7 @@ def indexer(config: ModelConfig, prefix: str) -> Params:
 
 def post_norm(config: ModelConfig, prefix: str) -> Params:
     """The norms of a layer's MLP; none where it reads attention's."""
-    return () if config.form.parallel == 1 else _branch(config, prefix, config.names.mlp_norm, "mlp_out_norm")
+    return () if config.form.parallel == 1 else branch_norms(config, prefix, config.names.mlp_norm, "mlp_out_norm")
 
 
 def mlp(config: ModelConfig, prefix: str, width: int) -> Params:

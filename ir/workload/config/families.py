@@ -6,6 +6,7 @@ from typing import Any
 from ir.core.errors import nearest
 from ir.workload.config.compressed import read_compressed
 from ir.workload.config.keys import INERT, INSIDE, ROWS, fits
+from ir.workload.config.kinds import BY_KIND
 from ir.workload.config.mixers import EXPERTS, ahead, blocks
 from ir.workload.config.spec import (
     AttentionIndexer,
@@ -14,7 +15,7 @@ from ir.workload.config.spec import (
     LatentAttention,
     NormLayerKind,
 )
-from ir.workload.config.values import FULL, ModelValues
+from ir.workload.config.values import ModelValues
 
 Row = Mapping[str, Any]
 STORED = ("fp8", "mxfp4")
@@ -133,23 +134,6 @@ def _mpt_attention(v: ModelValues) -> tuple[float, bool]:
     return float(table.get("attn_pdrop", 0.0)), bool(table.get("alibi", True))
 
 
-def _hybrid(v: ModelValues, row: Row) -> Row:
-    """NVIDIA's Nemotron-H: a pattern says what each layer is, experts among them or not."""
-    kinds, routed = blocks(v), EXPERTS in (*blocks(v), *ahead(v))
-    return {**{k: x for k, x in row.items() if k != "moe" or routed}, "layers": len(kinds)}
-
-
-def _granite_hybrid(v: ModelValues, row: Row) -> Row:
-    """Granite 4: where there are no experts, the shared one is the layer's MLP."""
-    place = v.get("position_embedding_type")
-    if place is not None:
-        v.one_of("position_embedding_type", ("rope", "nope"))
-    if v.size("num_local_experts"):
-        return {**row, "rope": place == "rope"}
-    dense = {"ffn": "@shared_intermediate_size", "rope": place == "rope"}
-    return {**{k: x for k, x in row.items() if k != "moe"}, **dense}
-
-
 def _latent(v: ModelValues) -> LatentAttention:
     """Ranks and head sizes of latent attention."""
     nope, rope = (v.size(f"{x}_head_dim") for x in ("qk_nope", "qk_rope"))
@@ -183,61 +167,6 @@ def _command(v: ModelValues, row: Row) -> Row:
     rms = v.get("rms_norm_eps") is not None
     norm = {"norm": NormLayerKind.RMS, "norm_eps": "@rms_norm_eps"} if rms else {}
     return {**row, **norm, "ffn": v.size_or("prefix_dense_intermediate_size", v.size("intermediate_size"))}
-
-
-def _olmo_hybrid(v: ModelValues, row: Row) -> Row:
-    """OLMo Hybrid: sizes of its recurrence that are left out follow from attention's. A base of null is no angles."""
-    heads, hidden = v.size("num_attention_heads"), v.size("hidden_size")
-    groups, values = (v.size_or(f"linear_num_{x}_heads", heads) for x in ("key", "value"))
-    dim = v.size_or("linear_key_head_dim", int(0.75 * hidden / groups))
-    if values % groups or not dim:
-        message = f"{groups} heads of keys, of {dim} features, for {values} of values"
-        v.refuse("linear_num_key_heads", message, allowed=f"a divisor of {values}, up to three quarters of {hidden}")
-    kinds, layers = v.get("layer_types"), v.size("num_hidden_layers")
-    if (len(set(kinds)) if isinstance(kinds, (list, tuple)) else layers) < 2:
-        v.refuse("layer_types", "transformers' class wants both kinds of layers", allowed=f"{FULL}, linear_attention")
-    sizes = {"heads": values, "groups": groups, "state": dim, "head_dim": v.size_or("linear_value_head_dim", 2 * dim)}
-    table = v.get("rope_parameters") or {}
-    assert isinstance(table, Mapping)
-    turned = table.get("rope_theta", v.get("rope_theta")) is not None
-    return {**row, "mixer": {**row["mixer"], **sizes}, "rope": turned}
-
-
-def _mimo(v: ModelValues, row: Row) -> Row:
-    """MiMo-V2: layers with a window have twice as many KV heads. What its authors' keys say beside, its class has."""
-    layers, heads, kv = (v.size(f"num_{x}") for x in ("hidden_layers", "attention_heads", "key_value_heads"))
-    full, dense = [i == 0 or (i + 1) % 6 == 0 for i in range(layers)], [i == 0 for i in range(layers)]
-    own = {
-        "swa_num_attention_heads": heads,
-        "swa_num_key_value_heads": 2 * kv,
-        "swa_head_dim": v.size("head_dim"),
-        "swa_v_head_dim": v.size("v_head_dim"),
-        "hybrid_layer_pattern": _marked(v, "layer_types", FULL, full),
-        "moe_layer_freq": _marked(v, "mlp_layer_types", "dense", dense),
-    }
-    for key, said in own.items():
-        if v.get(key) not in (None, said):
-            v.refuse(key, f"{v.get(key)}, but transformers' class has {said}", allowed=f"{said} or null")
-    ahead = v.size_or("sliding_window_size", 0)  # tokens before the query's own
-    return {**row, "window_kv_heads": 2 * kv, **({"window": ahead + 1} if ahead else {})}
-
-
-def _marked(v: ModelValues, key: str, kind: str, left_out: list[bool]) -> list[int]:
-    """0 for layers of a kind, by a list of kinds or as they are where it is left out, 1 for others."""
-    given = v.get(key)
-    assert given is None or isinstance(given, (list, tuple))
-    return [int(not of) for of in (left_out if given is None else [k == kind for k in given])]
-
-
-def _lfm2(v: ModelValues, row: Row) -> Row:
-    """LFM2: its MLPs have two thirds of the width that is said, times a number, up to a multiple."""
-    if not v.flag("block_auto_adjust_ff_dim"):
-        return row
-    times, multiple = v.number("block_ffn_dim_multiplier"), v.size("block_multiple_of")
-    ffn = multiple * -(-int(times * int(2 * v.size("intermediate_size") / 3)) // multiple)
-    if not ffn:
-        v.refuse("intermediate_size", f"{times:g} of two thirds of it are no feature", allowed="a larger number")
-    return {**row, "ffn": ffn}
 
 
 def _scaled(v: ModelValues, row: Row) -> Row:
@@ -282,6 +211,7 @@ def _shared_picks(v: ModelValues) -> frozenset[int]:
 
 
 _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
+    **BY_KIND,
     "megatron": _megatron,
     "gpt_bigcode": _shared_keys,
     "falcon": _falcon,
@@ -291,14 +221,9 @@ _WORKED: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "mt5": _t5,
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta"), _offset),
     "deepseek_v2": _deepseek,
-    "nemotron_h": _hybrid,
-    "granitemoehybrid": _granite_hybrid,
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "sarvam_mla"), _deepseek),
     **dict.fromkeys(("youtu", "minicpm3"), _dense_latent),
     "afmoe": _scaled,
-    "lfm2": _lfm2,
-    "olmo_hybrid": _olmo_hybrid,
-    "mimo_v2_flash": _mimo,
     "cohere2_moe": _command,
     "kimi_linear": _kimi,
     "bailing_hybrid": _ling,

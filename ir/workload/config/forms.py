@@ -6,7 +6,7 @@ from typing import Any
 
 from ir.workload.config.families import Row, balance_of, check_groups, stored_format, worked
 from ir.workload.config.keys import ModelKeyType, fits
-from ir.workload.config.mixers import EXPERTS, MLP, ahead, blocks, modules, read_mixer, without
+from ir.workload.config.mixers import EXPERTS, MLP, ahead, blocks, modules, read_mixer, short_kinds, without
 from ir.workload.config.recurrence import LayerMixer
 from ir.workload.config.rope import OF_ANY_KIND, TABLES, read_rope
 from ir.workload.config.spec import (
@@ -27,10 +27,12 @@ _KINDS = {"norm": NormLayerKind, "norms": LayerNormPlace, "qk_over": AttentionNo
 _KINDS |= {"recurrent_norms": LayerNormPlace}
 _MODEL, _FORM, _MOE = ({f.name for f in fields(c)} for c in (ModelConfig, LayerForm, ExpertConfig))
 CHUNKED = "chunked_attention"
-# Kinds of rotary scaling whose angles depend on the sequence: no prediction depends on the angles.
+# Kinds of rotary scaling whose angles depend on the sequence, or are those of more features: no prediction depends on
+# the angles.
 _ANGLES = {
     AttentionRopeScalingKind.LONGROPE: "short_factor long_factor short_mscale long_mscale",
     AttentionRopeScalingKind.DYNAMIC: "alpha beta_fast beta_slow mscale mscale_all_dim",
+    AttentionRopeScalingKind.PROPORTIONAL: "",
 }
 _OF_ANGLES = "type rope_type factor original_max_position_embeddings attention_factor"
 
@@ -128,6 +130,8 @@ def _windows(v: ModelValues, row: Row, said: Mapping[str, Any]) -> tuple[int, ..
             slides = [i % 4 != 0 for i in range(n)]
         case "sixth":
             slides = [i > 0 and (i + 1) % 6 != 0 for i in range(n)]
+        case "convolved":
+            slides = [kind == SLIDING for kind in short_kinds(v, n)]
         case "first":
             slides = [i >= v.size("max_window_layers") for i in range(n)]
         case "local":
@@ -338,10 +342,10 @@ def _one_table(v: ModelValues, base: ModelConfig, axes: Collection[str]) -> tupl
             share = OF_ANY_KIND[1]
             if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta", share}:
                 v.refuse(f"{name}.{SLIDING}", "scaled angles in windows are not built", allowed="rope_theta")
-            turned = [x.get(share, v.get(share) if share in v.table else 1.0) for x in (table[FULL], local)]
-            if turned[0] != turned[1]:
-                message = f"{turned[1]}, but {turned[0]} in layers that see all: one share of features is built"
-                v.refuse(f"{name}.{SLIDING}.{share}", message, allowed=str(turned[0]))
+            turned = table[FULL].get(share, v.get(share) if share in v.table else 1.0)
+            if local.get(share, turned) != turned:
+                message = f"{local[share]}, but {turned} in layers that see all: one share of features is built"
+                v.refuse(f"{name}.{SLIDING}.{share}", message, allowed=str(turned))
             more["local_theta"] = float(local.get("rope_theta", before.get("local_theta", v.number("rope_theta"))))
             table = table[FULL]
         if isinstance(table, Mapping):
@@ -371,7 +375,8 @@ def _by_length(v: ModelValues) -> tuple[ModelValues, AttentionRopeScaling | None
         factor = table.get("factor")
         if factor is not None and not fits(ModelKeyType.RATIO, factor):
             v.refuse(f"{name}.factor", f"{factor!r} is not {ModelKeyType.RATIO}", allowed=ModelKeyType.RATIO)
-        plain = {k: x for k, x in table.items() if k in OF_ANY_KIND}
+        partial = () if kind == AttentionRopeScalingKind.PROPORTIONAL else OF_ANY_KIND  # others of its angles are 0
+        plain = {k: x for k, x in table.items() if k in (OF_ANY_KIND[0], *partial)}
         scaling = AttentionRopeScaling(AttentionRopeScalingKind(kind), float(factor) if factor else 1.0)
         return replace(v, given={**v.given, name: plain}), scaling
     return v, None

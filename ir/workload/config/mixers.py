@@ -6,7 +6,7 @@ from typing import Any
 
 from ir.workload.config.recurrence import LayerMixer, LayerMixerKind
 from ir.workload.config.spec import ModelConfig
-from ir.workload.config.values import FULL, ModelValues, layer_kinds
+from ir.workload.config.values import FULL, SLIDING, ModelValues, layer_kinds
 
 Row = Mapping[str, Any]
 RECURRENT = "linear_attention"
@@ -148,6 +148,8 @@ def _kinds(v: ModelValues, by: str, layers: int, named: str) -> Sequence[str]:
     """The kind of each layer's first half, by the rule of a family. named: what it calls a recurrence."""
     if by == "all":
         return [RECURRENT] * layers
+    if by == "convolved":
+        return [RECURRENT if kind == "conv" else FULL for kind in short_kinds(v, layers)]
     older = _OLD if named == RECURRENT else {}
     given = layer_kinds(v, layers, (FULL, named), older) if "layer_types" in v.table else None
     if given is not None:
@@ -165,6 +167,13 @@ def _kinds(v: ModelValues, by: str, layers: int, named: str) -> Sequence[str]:
     every = v.size("layer_group_size") if by == "groups" else v.size_or("full_attention_interval", layers + 1)
     every = min(4, layers) if by == "fourth" else every  # the last, where there is no fourth
     return [RECURRENT if (i + 1) % every else FULL for i in range(layers)]
+
+
+def short_kinds(v: ModelValues, layers: int) -> Sequence[str]:
+    """LFM3's: every fourth layer sees all, every fourth but the first a window, others are convolutions."""
+    given = layer_kinds(v, layers, (FULL, SLIDING, "conv"), {})
+    own = ("conv", "conv", FULL, "conv", SLIDING, "conv", FULL, "conv")
+    return given or [own[i if i < 4 else 4 + i % 4] for i in range(layers)]
 
 
 def _numbered(v: ModelValues, layers: int) -> Sequence[str]:

@@ -74,8 +74,8 @@ class LayerForm:
     window_sinks: only in layers with a window. chunked: windows are stretches that do not see each other. no_rope:
     layers without rotary embedding. score_cap, logit_cap: scores and logits are squeezed by a tanh, 0 for not.
     shared_gate: a token weighs the shared experts' output. act_params: numbers that an activation learns. attn_gate:
-    attention's output is weighed by a sigmoid of as many features, projected with the queries; head_gate: latent
-    attention's by one number for each head. recurrent_norms: where norms stand in layers with a recurrence, if that is
+    attention's output is weighed by a sigmoid of as many features, projected with the queries; head_gate: by
+    one number for each head. recurrent_norms: where norms stand in layers with a recurrence, if that is
     elsewhere.
     multipliers: numbers, by their key, that change results and
     no kernel but where embeddings and logits are multiplied ("embedding", "logits"). Of encoders: bidirectional: a
@@ -203,6 +203,7 @@ class AttentionRopeScalingKind(StrEnum):
     YARN = "yarn"
     LONGROPE = "longrope"
     DYNAMIC = "dynamic"
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,14 +82,13 @@ def _projection(s: PartSetting, core: AttentionCore) -> AttentionProjection:
 def _heads(s: PartSetting, core: AttentionCore) -> AttentionProjection:
     """Multi-head or grouped-query attention: one fused product for q, k and v, of which each rank has a share."""
     c, h = s.config, s.config.hidden
-    gate = core.out_features if c.form.attn_gate else 0
+    gate = core.out_features if c.form.attn_gate else core.heads if c.form.head_gate else 0
     whole = s.layout.tp * (core.q_features + gate) + c.kv_heads * (core.qk + core.v)
     roped = core.q_features + core.kv_heads * core.qk
     qkv = LinearKernel("qkv_proj", s.tokens, whole // s.layout.tp, h)
     gathered = whole if shares_kv_heads(c, s.layout.tp) else 0
-    turned = (
-        (k.memory(s, "gathered_qkv", 2 * s.tokens * whole * s.wide),) if gathered else ()
-    )  # rank by rank as it comes
+    # It comes rank by rank, and is read token by token.
+    turned: Work = (k.memory(s, "gathered_qkv", 2 * s.tokens * whole * s.wide),) if gathered else ()
     ready: Work = (k.rope(s, s.tokens * roped),) if c.rope else ()
     back: Work = (k.rope(s, s.tokens * roped, back=True),) if c.rope else ()
     if c.qk_norm:

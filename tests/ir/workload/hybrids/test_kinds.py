@@ -1,5 +1,5 @@
-"""Attention whose heads differ by kind of layer: MiMo-V2's, whose layers with windows have KV heads and sinks of their
-own, and whose values are narrower than keys.
+"""Attention that differs by kind of layer: MiMo-V2's, whose layers with windows have KV heads and sinks of their own,
+and whose values are narrower than keys; LFM3's, beside convolutions.
 """
 
 from typing import Any
@@ -72,3 +72,45 @@ def test_layers_with_windows_turn_as_many_features_as_others() -> None:
     near = {**TABLES["sliding_attention"], "partial_rotary_factor": 0.5}
     e = refusal(config_from, {**RAW, "rope_parameters": {**TABLES, "sliding_attention": near}}, "x")
     assert e.key == "rope_parameters.sliding_attention.partial_rotary_factor" and e.allowed == "0.334"
+
+
+LFM3 = config_from(FAMILIES["lfm3"]["config"], "x")
+
+
+@pytest.mark.parametrize(
+    "inline",
+    [
+        {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True},
+        {"layer_types": None, "num_hidden_layers": 7, "tie_word_embeddings": False},
+        {"layer_types": ["conv"] * 4, "conv_bias": True},
+        {"layer_types": ["sliding_attention"] * 4, "sliding_window": 99, "head_dim": 12},
+    ],
+)
+def test_windows_beside_convolutions_are_transformers_own(inline: dict[str, Any]) -> None:
+    same({**small("lfm3"), **inline})
+
+
+def test_three_kinds_of_layers_have_norms_at_both_ends() -> None:
+    found = [c.parts[0].name for c in model_chunks(LFM3)[1:9]]
+    assert found == ["mixer", "mixer", "attn", "mixer", "attn", "mixer", "attn", "mixer"]
+    assert [LFM3.at(i).window for i in (2, 4, 6, 8)] == [0, 256, 0, 256]
+    left_out = config_from({k: v for k, v in FAMILIES["lfm3"]["config"].items() if k != "layer_types"}, "x")
+    assert left_out == LFM3
+    for at, name in ((1, "mixer"), (3, "attn")):
+        norms = [k.label for k in work(LFM3, at, name).forward if k.label.startswith("input_norm")]
+        assert norms == ["input_norm", "input_norm_behind"]
+
+
+def test_each_head_is_weighed_by_a_number_of_its_own() -> None:
+    plain = config_from({**FAMILIES["lfm3"]["config"], "use_attention_gate": False}, "x")
+    gated, bare = (next(k for k in work(c, 3, "attn").forward if k.label == "qkv_proj") for c in (LFM3, plain))
+    assert gated.shape[1] - bare.shape[1] == 16 == model_chunks(LFM3)[3].parts[0].params[2].shape[0]
+    assert "attention_gate" in [k.label for k in work(LFM3, 3, "attn").forward]
+    cut(LFM3, "attn", 3)
+
+
+def test_a_window_that_layers_have_is_said() -> None:
+    e = refusal(config_from, {**FAMILIES["lfm3"]["config"], "sliding_window": None}, "x")
+    assert e.key == "sliding_window"
+    none = {"sliding_window": None, "layer_types": ["conv", "full_attention"] * 12}
+    assert config_from({**FAMILIES["lfm3"]["config"], **none}, "x").windows == ()
