@@ -17,7 +17,7 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
         *(() if m.beside else branch_norms(c, prefix, c.names.attn_norm, "attn_out_norm")),
         *_projections(c, at, m),
         *_convolution(at, m),
-        *_decays(at, m),
+        *_decays(c, at, m),
         *_norm(f"{at}norm.weight", m),
         *linear(c, f"{at}out_proj", c.hidden, m.inner, column=False, bias=m.out_bias),
     )
@@ -25,10 +25,10 @@ def mixer(config: ModelConfig, prefix: str) -> Params:
 
 def _projections(c: ModelConfig, at: str, m: LayerMixer) -> Params:
     """Into gates, values, keys, queries and rates."""
-    keys = m.groups * m.state
-    if m.kind is LayerMixerKind.CONV:
-        return linear(c, f"{at}in_proj", 3 * m.inner, c.hidden, column=True, bias=m.proj_bias, blocks=(m.inner,) * 3)
-    sizes = (m.inner, m.inner, keys, keys, m.heads)
+    if m.kind in (LayerMixerKind.CONV, LayerMixerKind.SELECTIVE):
+        blocks = (m.inner,) * (m.projected // m.inner)
+        return linear(c, f"{at}in_proj", m.projected, c.hidden, column=True, bias=m.proj_bias, blocks=blocks)
+    sizes = (m.inner, m.inner, m.keys, m.keys, m.heads)
     if m.kind.is_faded:
         params = linear(c, f"{at}in_proj_qkvb", sum(sizes[1:]), c.hidden, column=True, bias=False, blocks=sizes[1:])
         for gate in ("f", "g"):
@@ -43,14 +43,21 @@ def _projections(c: ModelConfig, at: str, m: LayerMixer) -> Params:
 
 
 def _convolution(at: str, m: LayerMixer) -> Params:
-    blocks = tuple(n for n in (m.inner, m.groups * m.state, m.groups * m.state) if n)
+    blocks = tuple(n for n in (m.inner, m.keys, m.keys) if n)
     weight = cut(f"{at}conv1d.weight", 0, m.channels, 1, m.conv, blocks=blocks)
     return (weight, cut(f"{at}conv1d.bias", 0, m.channels, blocks=blocks)) if m.conv_bias else (weight,)
 
 
-def _decays(at: str, m: LayerMixer) -> Params:
+def _decays(c: ModelConfig, at: str, m: LayerMixer) -> Params:
     if m.kind is LayerMixerKind.CONV:
         return ()
+    if m.kind is LayerMixerKind.SELECTIVE:
+        return (
+            *linear(c, f"{at}x_proj", m.selected, m.inner, column=False, bias=False),
+            *linear(c, f"{at}dt_proj", m.inner, m.steps, column=True, bias=True),
+            cut(f"{at}A_log", 0, m.inner, m.state, table=True),
+            cut(f"{at}D", 0, m.inner),
+        )
     sizes = {"dt_bias": m.inner if m.kind.is_faded else m.heads, "A_log": m.heads}
     sizes |= {} if m.kind.is_delta else {"D": m.heads}
     return tuple(cut(f"{at}{name}", 0, n) for name, n in sizes.items())

@@ -87,9 +87,18 @@ def _marked(v: ModelValues, key: str, kind: str, left_out: list[bool]) -> list[i
     return [int(not of) for of in (left_out if given is None else [k == kind for k in given])]
 
 
+def _selective(v: ModelValues, row: Row) -> Row:
+    """Mamba-1: its step sizes come through a sixteenth of the features, if nothing else is said."""
+    said, hidden = v.get("time_step_rank"), v.size("hidden_size")
+    if isinstance(said, str):
+        v.one_of("time_step_rank", ("auto",))
+    return {**row, "mixer": {**row["mixer"], "steps": -(-hidden // 16) if isinstance(said, str) else said}}
+
+
 BY_KIND: Mapping[str, Callable[[ModelValues, Row], Row]] = {
     "nemotron_h": _hybrid,
     "granitemoehybrid": _granite_hybrid,
+    **dict.fromkeys(("mamba", "falcon_mamba"), _selective),
     "lfm2": _lfm2,
     "lfm3": _lfm3,
     "olmo_hybrid": _olmo_hybrid,

@@ -13,6 +13,7 @@ from ir.workload.parts.kernels import LinearKernel
 from ir.workload.parts.mixer_core import LayerRecurrence, model_flops
 from ir.workload.parts.region import enter, inline
 from ir.workload.parts.residual import branch
+from ir.workload.parts.selective import selective
 from ir.workload.parts.short_conv import short_conv
 from ir.workload.setting import PartSetting
 
@@ -22,6 +23,8 @@ def mixer(s: PartSetting) -> PartWork:
     m, core, h = _mixer(s), LayerRecurrence.of(s), s.config.hidden
     if m.kind is LayerMixerKind.CONV:
         return short_conv(s, m)
+    if m.kind is LayerMixerKind.SELECTIVE:
+        return selective(s, m)
     ins, out = _linears(s, m)
     inner, widest = core.rows * core.inner, m.projected // s.layout.tp
     inside = PartWork(

@@ -184,7 +184,7 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_nearest() -> None:
     assert "leave it out" in str(e.suggestion) and "query_pre_attn_scalar" in e.message
 
 
-@pytest.mark.parametrize("other", ["gpt3", "kimi_k2", "minimax", "bart", "mamba", "llama5"])
+@pytest.mark.parametrize("other", ["gpt3", "kimi_k2", "minimax", "bart", "jamba", "llama5"])
 def test_another_architecture_is_no_typing_error(other: str) -> None:
     e = refused({**LLAMA, "model_type": other})
     assert e.suggestion is None and "llama" in str(e.allowed)
@@ -230,6 +230,7 @@ WITH: Mapping[str, Mapping[str, object]] = {
     "output_router_logits": {"router_aux_loss_coef": 0.1},
     "topk_group": {"n_group": 4, "num_expert_group": 4, "topk_group": 4},
     **{k: {"layer_types": None} for k in ("layer_group_size", "full_attn_idxs")},
+    "expand": {"intermediate_size": None},
     "mamba_expand": {"mamba_d_ssm": None, "mamba_d_head": "auto"},
     "no_rope_layer_interval": {"no_rope_layers": None},
     "multi_query": {"new_decoder_architecture": False},
