@@ -36,8 +36,7 @@ def collectives_traced() -> Iterator[None]:
 
 @contextmanager
 def over_axes(axes: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the collectives of compiled code that this thread runs go over these axes, each a
-    `RankAxis`, by name."""
+    """Inside, the collectives of compiled code that this thread runs go over these: a `RankAxis` by its name."""
     before, _rank.axes = getattr(_rank, "axes", {}), axes
     try:
         yield
