@@ -28,19 +28,15 @@ class PlanValidation:
     peaks: tuple[int, ...] | None
 
 
-def validate(
-    job: Job, tools: PlanTools, o: JobRunOptions, known: dict[str, ProfileCalibration] | None = None
-) -> PlanValidation:
+def validate(job: Job, tools: PlanTools, o: JobRunOptions) -> PlanValidation:
     """Calibrate, predict, run, compare. o: as of a run; steps: counted ones, behind those to warm up.
-
-    known: calibrations of the same model and options, by plan digest; it is used and added to.
 
     Raises PiperError: what cannot be predicted or run (exit 2, 3), RankFailed (exit 4).
     """
     planned = predict(job).planned
     o.check()
     tools.executor.check(planned.prepared, planned.plan, o)
-    calibration = calibrate(tools.executor, job, planned, o, {} if known is None else known)
+    calibration = calibrate(tools.executor, job, planned, o)
     peaks = tools.peak_bytes(planned.prepared, planned.plan) if o.real else None
     prediction = predicted(planned, calibration.profile, inline=calibration.inline)
     run = ran(tools.executor, planned.prepared, planned.plan, o, o.steps)

@@ -44,21 +44,14 @@ class ProfileCalibration:
         }
 
 
-def calibrate(
-    executor: PlanExecutor, job: Job, judged: PlannedJob, o: JobRunOptions, known: dict[str, ProfileCalibration]
-) -> ProfileCalibration:
-    """Run another plan of the job and measure; the judged one is not run. Raises PiperError, as a run does.
-
-    known: what was measured before with these options, by the plan's digest. What is measured here is put there.
-    """
+def calibrate(executor: PlanExecutor, job: Job, judged: PlannedJob, o: JobRunOptions) -> ProfileCalibration:
+    """Run another plan of the job and measure; the judged one is not run. Raises PiperError, as a run does."""
     hardware = judged.hardware
     prepared = elsewhere(job, judged.prepared, hardware)
     plan = prepared.plan()
-    if (digest := plan_digest(plan)) not in known:
-        r = ran(executor, prepared, plan, o, max(o.steps, LEAST_STEPS))
-        inline = not o.real or bool(r.parts)
-        known[digest] = ProfileCalibration(profile_from(r, hardware, o, inline), r, inline)
-    return known[digest]
+    r = ran(executor, prepared, plan, o, max(o.steps, LEAST_STEPS))
+    inline = not o.real or bool(r.parts)
+    return ProfileCalibration(profile_from(r, hardware, o, inline), r, inline)
 
 
 def profile_from(r: MeasuredSteps, hardware: DeviceHardware, o: JobRunOptions, inline: bool) -> Profile:
