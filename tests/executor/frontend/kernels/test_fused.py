@@ -1,7 +1,7 @@
 """Captured kernels, fused: steps are those of the same model's config, bytes those of Inductor's own kernels."""
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch._inductor import standalone_compile
 from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 
 from executor.autograd.compiled import _traced
-from executor.frontend.capture import capture, text
+from executor.frontend.capture import capture, describe, text
 from executor.frontend.measure import PartMeasure, survey, without_values
 from executor.modules.base import BuiltChunks, example_extra
 from executor.modules.user.model import UserModel
@@ -74,6 +74,22 @@ def _layers(name: str) -> str:
     return "transformer.h.*" if name in ("gpt2", "bloom") else "model.layers.*"
 
 
+def _captured(module: nn.Module, **given: Any) -> dict[bool, dict[str, Any]]:
+    """Compiled and in eager mode, from one export and one survey: only what is written of these differs."""
+    made = dict[bool, dict[str, Any]]()
+
+    def both(*of: Any) -> dict[str, Any]:
+        made.update((compiled, describe(*of[:-1], compiled)) for compiled in (True, False))
+        return made[of[-1]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("executor.frontend.capture.survey", lru_cache(survey))
+        patch.setattr("executor.frontend.capture.describe", both)
+        whole = capture(module, **given)
+    more = {k: whole[k] for k in whole if k not in made[True]}
+    return {compiled: {**found, **more} for compiled, found in made.items()}
+
+
 def _seconds(model: dict[str, Any], routed: bool) -> float:
     parallel = {"dp": 4, "ep": 4} if routed else {"dp": 4}
     rest = {"parallel": parallel, "schedule": {"microbatches": 4}, "cluster": {"gpu": "h100-sxm"}}
@@ -90,8 +106,7 @@ def test_a_step_is_that_of_the_same_model_s_config(name: str, tmp_path: Path) ->
     with torch.device("meta"):
         module = _module(config)
     found = {}
-    for compiled in (True, False):
-        made = capture(module, batch=(1, LENGTH), tags=tags, ep=4 if routed else 1, compiled=compiled)
+    for compiled, made in _captured(module, batch=(1, LENGTH), tags=tags, ep=4 if routed else 1).items():
         (tmp_path / "model.json").write_text(text(made))
         found[compiled] = _seconds({"graph": str(tmp_path / "model.json")}, routed) / wanted
     assert abs(found[True] - 1) <= 0.08 < found[False] - 1
@@ -173,10 +188,11 @@ def _moved(work: Work, *, loops: bool) -> int:
 def test_formats_and_sums_of_gradients(tmp_path: Path) -> None:
     """A compiled file's products add to fp32 sums; for what no product makes, and in eager mode, there is a kernel."""
     config = _config("llama", hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
-    moved = {}
-    for compiled in (True, False):
-        with torch.device("meta"):
-            made = capture(_module(config), batch=(1, 16), tags={"PP": "model.layers.*"}, compiled=compiled)
+    moved, given = {}, {"batch": (1, 16), "tags": {"PP": "model.layers.*"}}
+    with torch.device("meta"):
+        both = _captured(_module(config), **given)
+        assert both[False] == capture(_module(config), **given, compiled=False)
+    for compiled, made in both.items():
         (tmp_path / "model.json").write_text(text(made))
         job = load_job({"model": {"graph": str(tmp_path / "model.json"), "seq_len": 16}})
         graph = predict(job).plan.graph
@@ -184,7 +200,7 @@ def test_formats_and_sums_of_gradients(tmp_path: Path) -> None:
         moved[compiled] = {k.label: k.bytes for k in node.work if k.label == "accumulate"}
     norms, weights = 2 * 64, 4 * 64 * 512 + 3 * 64 * 128  # heads are 128 wide
     assert moved == {True: {"accumulate": 10 * norms}, False: {"accumulate": 10 * (norms + weights)}}
-    assert DType(made["dtype"]) is DType.BF16
+    assert {DType(made["dtype"]) for made in both.values()} == {DType.BF16}
 
 
 def test_eager_kernels_take_what_torchtitan_measured_of_them(tmp_path: Path) -> None:
