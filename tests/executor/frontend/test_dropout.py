@@ -195,9 +195,10 @@ def test_ranks_that_each_draw_as_if_alone_would_be_seen(
     more: str, where: object, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(class_runs, "hub_classes", drop_classes)
-    monkeypatch.setattr(class_runs, "_captured", class_runs._captured.__wrapped__)
+    sets = *sets_of((1, 1, 0, "1f1b"), "none"), f"parallel.{more}"
+    class_runs.prepared_class("drops", *sets)  # what is captured is kept for others, so it is before anything is wrong
     monkeypatch.setattr(where, name, wrong)
-    found, _, _ = run_class("drops", *sets_of((1, 1, 0, "1f1b"), "none"), f"parallel.{more}")
+    found, _, _ = run_class("drops", *sets)
     assert np.abs(np.array(found["losses"]) / _alone("drops")[0] - 1).max() > 1e-6
 
 

@@ -6,7 +6,10 @@ import random
 import pytest
 
 from executor.launch.refusals import refuse_module
+from executor.modules.user.exports.shared_exports import exports_shared
+from tests.executor.frontend import class_runs
 from tests.executor.frontend.class_runs import PLANS, ClassPlan, far, prepared_class, sets_of
+from tests.executor.frontend.models import hub_classes
 from tests.refusals import refusal
 
 
@@ -56,12 +59,15 @@ def test_experts_that_words_choose_are_spread_too() -> None:
 def test_a_decayed_indexer_would_be_seen_and_is_refused_with_patterns_that_name_it_and_nothing_else() -> None:
     sets = sets_of(PLANS[0], "none")
     assert far("glm_5", *sets) > 1e-4
-    e = refusal(refuse_module, prepared_class("glm_5", *sets))
+    exported = class_runs._exports(hub_classes.__file__, "glm_5")
+    with exports_shared(exported):
+        e = refusal(refuse_module, prepared_class("glm_5", *sets))
     own = "wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"
     patterns = json.loads(str(e.suggestion).removeprefix("no_decay = "))
     assert e.key == "optimizer.no_decay"
     assert {p.removeprefix("model.layers.*.self_attn.indexer.") for p in patterns} == set(own)
-    refuse_module(prepared_class("glm_5", *sets, f"optimizer.no_decay={json.dumps(patterns)}"))
+    with exports_shared(exported):
+        refuse_module(prepared_class("glm_5", *sets, f"optimizer.no_decay={json.dumps(patterns)}"))
 
 
 def test_a_tied_weight_counted_twice_would_be_seen() -> None:

@@ -4,21 +4,23 @@
 behind it, jobs of any kind, which have causes of their own.
 """
 
+import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import inf
 from typing import Any
 
 from ir.core.errors import PiperError
-from ir.job import Job
 from ir.job.load import job_from
 from ir.schedules.registry import build, default_chunks
 from piper_sim.study.explain import StepExplanation, explained
 from piper_sim.study.predict import predict
+from piper_sim.study.prediction import Prediction
 
 CAUSES = ("straggler", "link", "expert_skew", "host", "split")
 PAIRS = [(a,) for a in CAUSES] + [(a, b) for i, a in enumerate(CAUSES) for b in CAUSES[i + 1 :]]
@@ -60,6 +62,7 @@ def drawn_case(seed: int) -> Case:
     return _case(calm, {c: _planted(c, calm, rng) for c in causes})
 
 
+@cache
 def drawn_wide(seed: int) -> Case:
     """A job of any kind with milder causes. Drawn again: what is no job, or has nobody who could wait for the cause."""
     rng = random.Random(seed)
@@ -67,7 +70,7 @@ def drawn_wide(seed: int) -> Case:
     while True:
         calm = _any_job(rng, "expert_skew" in causes)
         with suppress(PiperError):
-            p = predict(job_from(calm))
+            p = predicted(calm)
             if (p.plan.programs if "split" in causes else p.prepared.ranks) == 1:
                 continue
             return _case(calm, {c: _planted_mildly(c, calm, rng) for c in causes})
@@ -166,9 +169,14 @@ def merged(*tables: Table) -> Table:
     return out
 
 
-def asked(table: Table) -> tuple[Job, StepExplanation]:
-    job = job_from(table)
-    return job, explained(predict(job))
+def predicted(table: Table) -> Prediction:
+    """Kept for who explains the same job again, in another way."""
+    return _predicted(json.dumps(table))
+
+
+@lru_cache(maxsize=80)
+def _predicted(table: str) -> Prediction:
+    return predict(job_from(json.loads(table)))
 
 
 def verdict(case: Case, beside: bool = False) -> tuple[bool | None, str]:
@@ -177,12 +185,12 @@ def verdict(case: Case, beside: bool = False) -> tuple[bool | None, str]:
     Of two, one may hide the other: removing it alone then gains nothing, and it may be named or not. beside: what the
     calm job waits for is its own: causes count by what they are more than there.
     """
-    _, found = asked(case.table)
-    gains = {c: 1 - predict(job_from(t)).iteration_s / found.iteration_s for c, t in case.without.items()}
+    found = explained(predicted(case.table))
+    gains = {c: 1 - predicted(t).iteration_s / found.iteration_s for c, t in case.without.items()}
     strong = {c for c, gain in gains.items() if gain >= MATTERS}
     rows = [(c["cause"], c["rank"], c["seconds"]) for c in found.causes]
     if beside and strong:
-        rows = _more(rows, asked(case.calm)[1])
+        rows = _more(rows, explained(predicted(case.calm)))
     told = f"planted {gains}, named {[(cause, rank, round(s, 4)) for cause, rank, s in rows[:5]]}"
     if not strong:
         return None, told

@@ -20,12 +20,12 @@ from piper_sim.study.search import JobSearchResult, search
 from piper_sim.study.search.evaluate import BoundedJob, EvaluatedJob, full
 from piper_sim.study.search.workers import JobJournal
 from tests.executor.launch.processes import python
-from tests.piper_sim.study.search.test_search import small
+from tests.piper_sim.study.search.test_search import small, undisturbed
 from tests.refusals import refusal
 
 
 def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
-    one = search(small())
+    one = undisturbed()
     two, other = search(small(), workers=2), search(small(seed=7))
     for found in (two, other):
         assert found.proven and found.pareto == one.pareto and found.best == one.best
@@ -35,7 +35,7 @@ def test_neither_workers_nor_the_seed_change_what_is_found() -> None:
 
 def test_a_search_cut_off_anywhere_goes_on_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed again and again, the last line torn as often as not: the same answer, and nothing simulated twice."""
-    path, whole, r, ends = tmp_path / "kept.jsonl", search(small()), random.Random(0), 0
+    path, whole, r, ends = tmp_path / "kept.jsonl", undisturbed(), random.Random(0), 0
     monkeypatch.setattr(JobJournal, "add", _dying(JobJournal.add, r))
     while True:
         before = path.read_bytes().count(b"\n") if path.exists() else 0
@@ -110,7 +110,7 @@ def test_workers_that_die_at_the_very_end_lose_nothing(monkeypatch: pytest.Monke
 
 def test_what_was_beaten_in_another_order_is_asked_for_its_allocators(tmp_path: Path) -> None:
     """Another seed, or a slower machine, comes to it before what beat it: here nothing in the journal was asked."""
-    path, whole = tmp_path / "kept.jsonl", search(small())
+    path, whole = tmp_path / "kept.jsonl", undisturbed()
     search(small(), journal=str(path))
     head, *rows = path.read_text().splitlines()
     for row in (kept := [json.loads(r) for r in rows]):
@@ -162,12 +162,20 @@ DAMAGED: list[Callable[[dict[str, Any]], object]] = [
 ]
 
 
-@pytest.mark.parametrize("change", DAMAGED)
-def test_a_damaged_line_is_refused_and_left_as_it_is(change: Callable[..., object], tmp_path: Path) -> None:
-    path = tmp_path / "kept.jsonl"
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines of a journal, which is taken up as it is."""
+    path = tmp_path_factory.mktemp("kept") / "kept.jsonl"
     whole = search(small(), journal=str(path))
     assert search(small(), journal=str(path)).best == whole.best
-    head, first, *rest = path.read_text().splitlines(keepends=True)
+    return path.read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("change", DAMAGED)
+def test_a_damaged_line_is_refused_and_left_as_it_is(
+    change: Callable[..., object], kept: list[str], tmp_path: Path
+) -> None:
+    path, (head, first, *rest) = tmp_path / "kept.jsonl", kept
     row = json.loads(first)
     change(row)
     path.write_text(text := "".join([head, json.dumps(row) + "\n", *rest]))

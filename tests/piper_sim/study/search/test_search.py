@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from itertools import count
 from types import SimpleNamespace
@@ -91,6 +92,12 @@ def small(hbm_GiB: float = 80.0, **search_keys: Any) -> Job:
     model = {"config": "tiny-llama", "seq_len": 1024}
     table = {"model": model, "cluster": cluster, "schedule": {"global_batch": 16}, "search": lists | pins | search_keys}
     return load_job(table)
+
+
+@cache
+def undisturbed() -> JobSearchResult:
+    """Of these."""
+    return search(small())
 
 
 def test_a_bound_made_too_tight_loses_the_winner(monkeypatch: pytest.MonkeyPatch) -> None:
