@@ -203,15 +203,35 @@ def test_formats_and_sums_of_gradients(tmp_path: Path) -> None:
     assert {DType(made["dtype"]) for made in both.values()} == {DType.BF16}
 
 
+def _deepened(made: dict[str, Any], layers: int) -> dict[str, Any]:
+    """What so many layers give, from two of them, of which the second is repeated under its name."""
+    embed, first, second, head = made["chunks"]
+    more = []
+    for k in range(1, layers):
+        named = [[name.replace("layers.1.", f"layers.{k}."), shape] for name, shape in second["parameters"]]
+        more.append(second | {"name": f"l{k}", "parameters": named})
+    return made | {"chunks": [embed, first, *more, head]}
+
+
+def test_layers_that_are_repeated_are_those_of_a_deeper_model() -> None:
+    sizes = dict(hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+    made = []
+    for layers in (2, 4):
+        with torch.device("meta"):
+            module = _module(_config("llama", **sizes, num_hidden_layers=layers))
+        made.append(capture(module, batch=(2, 64), tags={"PP": "model.layers.*"}, compiled=False))
+    assert _deepened(made[0], 4) == made[1] != made[0]
+
+
 def test_eager_kernels_take_what_torchtitan_measured_of_them(tmp_path: Path) -> None:
     """Llama-2-13B on 64 A100 under FSDP, neither compiled nor recomputed: 3.79 s (torchtitan's docs, August 2024)."""
     config = load_config("llama2-13b")
-    sizes = {"hidden_size": config.hidden, "intermediate_size": config.ffn, "num_hidden_layers": config.layers}
+    sizes = {"hidden_size": config.hidden, "intermediate_size": config.ffn, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads}
     with torch.device("meta"):
         module = _module(_config("llama", **sizes, vocab_size=config.vocab))
     made = capture(module, batch=(2, LENGTH), tags={"PP": "model.layers.*"}, compiled=False)
-    (tmp_path / "model.json").write_text(text(made))
+    (tmp_path / "model.json").write_text(text(_deepened(made, config.layers)))
     seconds = []
     for model in ({"graph": str(tmp_path / "model.json")}, {"config": "llama2-13b"}):
         rest = {"parallel": {"dp": 64, "zero": 3}, "schedule": {"microbatches": 1, "microbatch_size": 2}}
