@@ -229,7 +229,8 @@ def _tidied(module: nn.Module, root: fx.GraphModule, batch: tuple[int, int]) -> 
         for node in reversed(inner.graph.nodes):
             if node.op in ("call_function", "call_module") and any(a in str(node.target) for a in ASSERTIONS):
                 inner.graph.erase_node(node)
-        inner.recompile()
+        if inner is not root:  # whose graph is cut, and never called as a whole
+            inner.recompile()
     again = made_again(module, graph)
     own = [n.name for n in tree_leaves(result.args) if isinstance(n, fx.Node) and _is_loss(n, again)]
     result.args = (found[0],)

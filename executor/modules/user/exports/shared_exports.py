@@ -4,6 +4,7 @@ own tensors.
 torch.export takes as long as many steps of a small model do, and only one thread at a time may be in it.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,14 +16,16 @@ from unittest.mock import patch
 from torch import Tensor, fx, nn
 
 Of = tuple[object, ...]
+NAMES = ("get_attr", "call_module")
 _here = local()
 
 
 @dataclass(frozen=True)
 class _Exported:
-    """A graph as it was exported. held: the tensors of the module that it was exported from, by name."""
+    """A graph as it was exported, and what it names. held: the tensors of the module it was exported from, by name."""
 
-    root: fx.GraphModule
+    graph: fx.Graph
+    named: dict[str, Any]
     held: dict[str, Tensor]
 
 
@@ -38,13 +41,15 @@ class RankExports:
             held = _tensors(module)
             mine = {id(t): t for t in held.values()}
             if all(id(p) in mine for p in root.parameters()):
-                self.found[*_form(module), *of] = _Exported(_copied(root, mine), held)
+                named = {n.target: attrgetter(n.target)(root) for n in root.graph.nodes if n.op in NAMES}
+                self.found[*_form(module), *of] = _Exported(*_copied(root.graph, named, mine), held)
 
     def take(self, module: nn.Module, of: Of) -> fx.GraphModule | None:
         """The graph of a module that another rank has exported, with the tensors of this one; None if none has."""
         with suppress(Exception):
             known, own = self.found[*_form(module), *of], _tensors(module)
-            return _copied(known.root, {id(t): own[n] for n, t in known.held.items()})
+            graph, named = _copied(known.graph, known.named, {id(t): own[n] for n, t in known.held.items()})
+            return fx.GraphModule(named, graph)
         return None
 
 
@@ -58,14 +63,13 @@ def shared_exports() -> RankExports | None:
     return getattr(_here, "forwards", None)
 
 
-def _copied(root: fx.GraphModule, tensors: dict[int, Tensor]) -> fx.GraphModule:
+def _copied(
+    graph: fx.Graph, named: Mapping[str, Any], tensors: Mapping[int, Tensor]
+) -> tuple[fx.Graph, dict[str, Any]]:
     """A graph, and what it names, with these in the place of tensors, by id."""
-    graph, named, known = fx.Graph(), dict[str, Any](), {**tensors}
-    graph.output(graph.graph_copy(root.graph, {}))
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            named[node.target] = deepcopy(attrgetter(node.target)(root), known)
-    return fx.GraphModule(named, graph)
+    copied, known = fx.Graph(), dict[int, Any](tensors)
+    copied.output(copied.graph_copy(graph, {}))
+    return copied, {n: deepcopy(x, known) for n, x in named.items()}
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from executor.frontend.capture import capture
+from executor.modules.user import exported
 from executor.modules.user.exported import export_cut
 from executor.modules.user.exports import torch_export
 from executor.modules.user.exports.shared_exports import RankExports, exports_shared
@@ -134,6 +135,23 @@ def test_what_differs_is_exported_anew(what: str, exports: list[str]) -> None:
         assert len(exports) == 1
         OTHERS[what]()
     assert len(exports) == 2
+
+
+def test_only_what_is_called_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is kept, or cut, is no code until it is taken, and then once."""
+    net, kept, compiled = Net(), RankExports(), list[str]()
+    root, plain = torch_export._exported(net, 2, 3), torch.fx.GraphModule.recompile
+
+    def noted(self: torch.fx.GraphModule) -> Any:
+        compiled.append(self._get_name())
+        return plain(self)
+
+    monkeypatch.setattr(torch.fx.GraphModule, "recompile", noted)
+    kept.put(net, (2, 3), root)
+    exported._tidied(net, root, (2, 3))
+    assert len(kept.found) == 1 and not compiled
+    taken = kept.take(net, (2, 3))
+    assert taken is not None and compiled == ["GraphModule"]
 
 
 def test_nothing_is_taken_outside_of_a_launch(exports: list[str]) -> None:
