@@ -76,7 +76,7 @@ def export_cut(
     _check_tags(module, tags)
     before = copy_of(module) if region.divides > 1 else module  # what the call for all tokens notes is not in it
     with _blaming("as tp divides it", "model.tp_plan", TOGETHER, whole is not None):
-        root, graph, loss, unread = _of_all(module, size, length, region.tp.index)
+        root, graph, loss, unread = _of_all(module, size, length)
     vocabulary, tables = [*graph.nodes][-1].all_input_nodes[0].meta["val"].shape[-1], tables_of(graph)
     some, few = _of_ranks(before, size, length, region, seed)
     parts = {} if whole is None else parts_of(root, whole, divided_modules(module), cut)
@@ -105,13 +105,11 @@ def export_cut(
     return replace(cut_at(module, root, graph, at, layers), **told)
 
 
-def _of_all(
-    module: nn.Module, size: int, length: int, index: int
-) -> tuple[fx.GraphModule, fx.Graph, str, frozenset[int]]:
+def _of_all(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, fx.Graph, str, frozenset[int]]:
     """Forward as a graph, which repeats exactly; the number that it returns beside the logits, if it does; and what it
     makes nothing of that it returns.
     """
-    root, assigned = export_whole(module, size, length, index)
+    root, assigned = export_whole(module, size, length)
     if assigned:
         count_on(assigned)
         again, assigned = export_again(module, size, length) or (root, [])
@@ -128,19 +126,18 @@ def _of_ranks(
     """Its graphs for a cp rank's tokens, and for those that it has beside regions of tp; None where it has them all."""
     some, few, inside = None, None, length // region.cp.size
     if region.cp.size > 1:
-        fewer = size, tokens_of_a_rank(length, region), region.tp.index
-        some = _of_fewer(module, *fewer, "parallel.cp", "cp = 1")
+        some = _of_fewer(module, size, tokens_of_a_rank(length, region), "parallel.cp", "cp = 1")
         reseed(some, seed)
     if region.sequence:
-        few = _of_fewer(module, size, tokens_between(inside, region), region.tp.index, KEY, FIX)
+        few = _of_fewer(module, size, tokens_between(inside, region), KEY, FIX)
         reseed(few, seed)
     return some, few
 
 
-def _of_fewer(module: nn.Module, size: int, length: int, index: int, key: str, fix: str) -> fx.Graph:
+def _of_fewer(module: nn.Module, size: int, length: int, key: str, fix: str) -> fx.Graph:
     """Its graph for as many tokens as a rank has. Raises PiperError (model): forward does not take as few."""
     with _blaming(f"a rank would have sequences of {length} tokens", key, fix):
-        return _of_tokens(module, size, length, index)
+        return _of_tokens(module, size, length)
 
 
 @contextmanager
@@ -155,9 +152,9 @@ def _blaming(what: str, key: str, fix: str, really: bool = True) -> Iterator[Non
         raise PiperError(error.kind, message, key=key, allowed=error.allowed, suggestion=fix) from error
 
 
-def _of_tokens(module: nn.Module, size: int, length: int, index: int = 0) -> fx.Graph:
+def _of_tokens(module: nn.Module, size: int, length: int) -> fx.Graph:
     """Its graph for sequences of so many tokens."""
-    root, _ = export_whole(copy_of(module), size, length, index)
+    root, _ = export_whole(copy_of(module), size, length)
     return _tidied(module, root, (size, length))[0]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from threading import local
 from typing import Any
@@ -78,10 +79,14 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _form(module: nn.Module) -> Of:
-    """What of a module its graph is seen to depend on: its parts, and its tensors, of which some may be one."""
+    """What of a module its graph is seen to depend on: its parts, what tp has them do (whose words it holds), and its
+    tensors, of which some may be one.
+    """
     first: dict[int, str] = {}
     tensors = (
         (n, first.setdefault(id(t), n), type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
         for n, t in _tensors(module).items()
     )
-    return repr(module), tuple(m.training for m in module.modules()), tuple(tensors)
+    called = ((n, f) for n, m in module.named_modules() if isinstance(f := vars(m).get("forward"), partial))
+    ends = ((n, getattr(f.func, "__qualname__", ""), *(a for a in f.args if isinstance(a, int))) for n, f in called)
+    return repr(module), tuple(m.training for m in module.modules()), tuple(ends), tuple(tensors)

@@ -29,14 +29,13 @@ FIXES = {  # by what torch says
 }
 
 
-def export_whole(module: nn.Module, size: int, length: int, index: int) -> tuple[fx.GraphModule, list[Assigned]]:
+def export_whole(module: nn.Module, size: int, length: int) -> tuple[fx.GraphModule, list[Assigned]]:
     """The whole forward as one graph, with the user's functions in it; numbers that it assigned. Raises PiperError
     (model): torch does not export it.
 
-    What calls no Python of the user's and assigns nothing, another rank's export gives as well, the `index`-th among
-    those that tp divides it over.
+    What calls no Python of the user's and assigns nothing, another rank's export gives as well.
     """
-    known, of = shared_exports(), (size, length, index)
+    known, of = shared_exports(), (size, length)
     if known is not None and (taken := known.take(module, of)) is not None:
         return taken, []
     root, assigned = _watched(module, size, length)

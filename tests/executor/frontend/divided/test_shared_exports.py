@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from executor.frontend.capture import capture
 from executor.modules.user import exported
+from executor.modules.user.divided.linears import ModelShard
 from executor.modules.user.exported import export_cut
 from executor.modules.user.exports import torch_export
 from executor.modules.user.exports.shared_exports import RankExports, exports_shared
+from executor.modules.user.model import UserModel
+from executor.modules.user.purity import outputs
 from executor.parallel.inline import RankAxis, RankRegion
 from ir.core.work import DType
 from tests.executor.frontend import class_runs
@@ -21,7 +24,6 @@ from tests.executor.frontend.class_runs import run_class
 from tests.executor.modules.hub import quiet
 
 TAGS = {"PP": "layers.*"}
-ALONE = 0, 2, 3  # the index among tp's ranks, sequences, tokens
 
 
 class Net(nn.Module):
@@ -63,10 +65,8 @@ def logits(made: Mapping[str, nn.Module], ids: Tensor) -> Tensor:
     return x
 
 
-def chunks(net: nn.Module, index: int = 0, size: int = 2, length: int = 3) -> Mapping[str, nn.Module]:
-    """As a rank has them, the index-th of two of tp where it is not 0."""
-    region = RankRegion(RankAxis(2, index)) if index else RankRegion()
-    return export_cut(net, TAGS, size, length, region).chunks
+def chunks(net: nn.Module, size: int = 2, length: int = 3) -> Mapping[str, nn.Module]:
+    return export_cut(net, TAGS, size, length).chunks
 
 
 def test_ranks_of_one_launch_export_once(exports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "evaluated": lambda: chunks(Net().eval()),
     "strides": lambda: chunks(_turned(Net())),
     "a buffer": lambda: chunks(_more(Net())),
-    "tp": lambda: chunks(Net(), index=1),
     "sequences": lambda: chunks(Net(), size=1),
     "tokens": lambda: chunks(Net(), length=2),
 }
@@ -135,6 +134,30 @@ def test_what_differs_is_exported_anew(what: str, exports: list[str]) -> None:
         assert len(exports) == 1
         OTHERS[what]()
     assert len(exports) == 2
+
+
+GATHERED, WORDS = {"layers.*.0": "colwise_gather_output"}, {"embed": "embedding_rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "sequence", "times"),  # the module as it is, and each rank's, of which some is for the tokens between
+    [(GATHERED, False, 2), (GATHERED, True, 3), (WORDS, False, 3), (WORDS, True, 5)],
+)
+def test_ranks_of_tp_take_one_graph_but_for_the_words_they_hold(
+    plan: dict[str, str], sequence: bool, times: int, exports: list[str]
+) -> None:
+    """To the bit what each makes that exports by itself."""
+    ids, made = torch.arange(8).view(2, 4), []
+    for shared in (RankExports(), None):
+        exports.clear()
+        for index in range(2):
+            torch.manual_seed(index)
+            shard = ModelShard(RankRegion(RankAxis(2, index, "tp"), sequence=sequence), plan)
+            with exports_shared(shared):
+                model = UserModel(Net, tags=TAGS, batch=(2, 4), shard=shard)
+            made.append(model._try(2, 4, lambda _, chunk, x: outputs(chunk(*x)), ids)[0])
+        assert len(exports) == (times if shared else 4 + 2 * sequence)
+    assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[3]) and not torch.equal(made[0], made[1])
 
 
 def test_only_what_is_called_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
