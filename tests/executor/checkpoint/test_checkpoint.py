@@ -94,8 +94,8 @@ def test_of_a_run_that_died_behind_its_last_save_nothing_is_left(tmp_path: Path)
     ["ep2 dp2 zero1 pp2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tp2 dp2 zero3", "ep2 dp4 zero2"))],
 )
 def test_so_it_is_where_tensors_and_experts_are_cut(plan: str, trained: Trained, tmp_path: Path) -> None:
-    folder, whole = trained(plan)
-    end = resumed(folder / "step-000003", *PLANS[plan], *TRAINING, steps=6, save=tmp_path)
+    folder, whole = trained(plan, sets := training(plan))
+    end = resumed(folder / "step-000003", *PLANS[plan], *sets, steps=6, save=tmp_path)
     same(whole, end, 3)
     assert read_manifest(tmp_path / "step-000006").files == read_manifest(folder / "step-000006").files
 
@@ -143,14 +143,19 @@ EXPERTS = {
     "one rank": ("parallel.pp=1",),
 }
 PLANS = DENSE | {name: ("model.config=tiny-moe", *sets) for name, sets in EXPERTS.items()}
-TRAINING = ("optimizer.lr=0.01", "optimizer.clip_norm=0.3", "model.num_hidden_layers=8")
 QUICK_PAIRS = (
     ("dp4 zero3", "dualpipe dp2"),
     ("zbv", "tp2 dp2 zero3"),
     ("ep2 dp2 zero1 pp2", "ep4 dp4 zero3"),
 )
 PAIRS = [(a, b) for family in (DENSE, EXPERTS) for a in family for b in family if a != b]
-Trained = Callable[[str], tuple[Path, Ran]]
+Sets = tuple[str, ...]
+Trained = Callable[[str, Sets], tuple[Path, Ran]]
+
+
+def training(*plans: str) -> Sets:
+    """Of models that all of these plans can cut: two stages on each of four ranks, or on two at most."""
+    return "optimizer.lr=0.01", "optimizer.clip_norm=0.3", f"model.num_hidden_layers={8 if 'pp4' in plans else 4}"
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +163,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Six steps under one of the plans, saved behind the third and the last."""
 
     @lru_cache
-    def of(plan: str) -> tuple[Path, Ran]:
+    def of(plan: str, sets: Sets) -> tuple[Path, Ran]:
         folder = tmp_path_factory.mktemp("saved")
-        return folder, saved(folder, *PLANS[plan], *TRAINING, steps=6, every=3)
+        return folder, saved(folder, *PLANS[plan], *sets, steps=6, every=3)
 
     return of
 
@@ -172,9 +177,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_another_plan_takes_it_up(
     first: str, second: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, whole = trained(first)
+    folder, whole = trained(first, sets := training(first, second))
     monkeypatch.setattr(cli, "RANK", checkpoint_faults.saved_at_once)
-    end = resumed(folder / "step-000003", *PLANS[second], *TRAINING, steps=6, save=tmp_path / "other")
+    end = resumed(folder / "step-000003", *PLANS[second], *sets, steps=6, save=tmp_path / "other")
     loaded, there = (hashes(d / "step-000003") for d in (tmp_path / "other", folder))
     assert loaded == there and len(loaded) == 3 * len(merged(whole.params))
     last = hashes(folder / "step-000006")
@@ -186,8 +191,8 @@ def test_another_plan_takes_it_up(
 
 
 def test_what_is_not_taken_up_is_seen(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, whole = trained("zbv")
+    folder, whole = trained("zbv", sets := training("zbv"))
     for fault in (checkpoint_faults.without_moments, checkpoint_faults.counted_anew, checkpoint_faults.same_data):
         monkeypatch.setattr(cli, "RANK", fault)
-        end = resumed(folder / "step-000003", *PLANS["zbv"], *TRAINING, steps=6)
+        end = resumed(folder / "step-000003", *PLANS["zbv"], *sets, steps=6)
         assert distance(merged(end.params), merged(whole.params)) > VISIBLE

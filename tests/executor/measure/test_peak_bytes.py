@@ -105,7 +105,7 @@ QUICK = (
     "copies of shards, ZeRO-2",
 )  # fmt: skip
 FAKE = ("zb2p", "tied, two copies", "peak in the norm", "ZeRO-2", "ZeRO-3", "experts", "latent attention, MTP")
-ONE = ("parallel.pp=1", "schedule.microbatches=1")
+ONE = ("parallel.pp=1", "schedule.microbatches=1", "model.num_hidden_layers=2")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

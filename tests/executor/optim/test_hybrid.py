@@ -57,7 +57,7 @@ class Case:
         tp, cp, pp, dp, ep, copies = self.layout
         out = [f"parallel.{k}={v}" for k, v in dict(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, dp_replicate=copies).items()]
         out += [f"parallel.zero={self.zero}", f"schedule.name={self.schedule}", f"parallel.order={self.order}"]
-        out += ["model.config=tiny-moe"] if ep > 1 else ["model.num_hidden_layers=8"]
+        out += ["model.config=tiny-moe"] if ep > 1 else [f"model.num_hidden_layers={max(4, 2 * pp)}"]
         out += ["model.tie_word_embeddings=true"] if self.more == "tied" else []
         out += ["parallel.bucket_MiB=0.05"] if self.more in ("buckets", "behind") else []
         out += ["parallel.overlap_grad_reduce=false"] if self.more == "behind" else []
