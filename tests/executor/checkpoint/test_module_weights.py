@@ -1,7 +1,5 @@
 """A module of the user's own begins at values of files, as if it had drawn them, and takes no memory for any other."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from ir.job.build import prepare
 from tests.executor.frontend.class_runs import _graph, run_class
 from tests.executor.frontend.models import hub_classes
 from tests.executor.frontend.models.small_net import Net
+from tests.executor.launch.processes import forked
 from tests.executor.modules.hub import quiet
 from tests.executor.runs import distance
 
@@ -157,7 +156,7 @@ def test_what_build_reads_itself_is_captured_like_what_it_draws(tmp_path: Path) 
 
 
 CHILD = """
-import re, sys
+import re
 import torch
 from contextlib import nullcontext
 from torch import nn
@@ -165,18 +164,16 @@ from executor.device.valueless import ValuelessModel
 
 most = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 before = most()
-with ValuelessModel().building() if sys.argv[1] == "files" else nullcontext():
+with ValuelessModel().building() if {files} else nullcontext():
     net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).to(torch.bfloat16)
 print(most() - before)
 """
 
 
 def test_half_a_gibibyte_of_parameters_takes_none() -> None:
-    def grown(how: str) -> int:
-        done = subprocess.run([sys.executable, "-c", CHILD, how], capture_output=True, text=True, check=True)
-        return int(done.stdout)
-
-    assert grown("files") < 64 and grown("drawn") > 128  # MiB
+    programs = [CHILD.format(files=files) for files in (True, False)]
+    (read, files), (made, drawn) = forked("import torch, executor.device.valueless", *programs)
+    assert read == made == 0 and int(files) < 64 and int(drawn) > 128  # MiB
 
 
 def test_a_digest_is_of_every_value_of_a_small_tensor_and_of_some_all_over_a_large_one(tmp_path: Path) -> None:

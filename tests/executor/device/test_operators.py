@@ -1,9 +1,10 @@
 """Operators' Python objects are made once, whichever threads ask for them: torch frees all but the last."""
 
-import subprocess
-import sys
+from functools import cache
 
 import pytest
+
+from tests.executor.launch.processes import forked
 
 # Four threads under a mode ask for an operator that importing torch does not; each that makes its object waits for one
 # more to do so.
@@ -36,8 +37,16 @@ print(len(made))
 """
 
 
-@pytest.mark.parametrize(("control", "once"), [("", True), ("memory.resolve_operators = lambda: None", False)])
-def test_threads_that_ask_together_are_given_the_same(control: str, once: bool) -> None:
-    script = ASKED.format(control=control)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert (int(done.stdout) == 1) is once
+ONCE = {"": True, "memory.resolve_operators = lambda: None": False}
+
+
+@cache
+def _asked() -> dict[str, tuple[int, str]]:
+    programs = (ASKED.format(control=control) for control in ONCE)
+    return dict(zip(ONCE, forked("import torch; from executor.device import memory", *programs), strict=True))
+
+
+@pytest.mark.parametrize("control", ONCE)
+def test_threads_that_ask_together_are_given_the_same(control: str) -> None:
+    code, said = _asked()[control]
+    assert code == 0 and (int(said) == 1) is ONCE[control]

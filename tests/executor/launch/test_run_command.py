@@ -21,7 +21,7 @@ from ir.job.build import prepare
 from ir.workload import load_config
 from piper_sim.app.cli import main
 from piper_sim.study.history.logs import read_log
-from tests.executor.launch.processes import COMMAND, python
+from tests.executor.launch.processes import python
 from tests.executor.runs import JOB, job_file, run
 
 
@@ -203,7 +203,9 @@ def test_a_wrong_number_of_ranks_says_how_to_shrink_the_job(ranks: int, sets: li
     assert fix[0] == "--set" and ran(*line, *fix)["ranks"] == ranks
 
 
-def test_paths_in_a_job_start_at_its_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_paths_in_a_job_start_at_its_folder(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "deep"
     folder.mkdir()
     config = load_config("tiny-llama", {"num_hidden_layers": 2})
@@ -215,9 +217,8 @@ def test_paths_in_a_job_start_at_its_folder(capfd: pytest.CaptureFixture[str], t
     (folder / "text.txt").write_text("the same tokens, whoever reads them, from wherever they are read; " * 4)
     text = JOB.replace('"tiny-llama"', '"config.json"').replace("num_hidden_layers = 4\n", "")
     job_file(folder, text=text + '[data]\nsource = "text.txt"\n')
-    done = python(*COMMAND, "run", "deep/job.toml", "-n", "2", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ranks"] == 2
+    monkeypatch.chdir(tmp_path)
+    assert command(capfd, "run", "deep/job.toml", "-n", "2")["ranks"] == 2
 
 
 _WITHOUT_TORCH = """

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from executor.transport.base import TransportError
 from ir.trace.trace import Trace
 from piper_sim.app.doctor.ranks import AllocationRanks
 from tests.executor.launch.events import until
-from tests.executor.launch.processes import agent, free_port, gone, objects, pids, python
+from tests.executor.launch.processes import agent, forked, free_port, gone, objects, pids
 from tests.executor.launch.test_run_failure import when_stepping
 from tests.executor.runs import job_file, run
 from tests.refusals import refusal
@@ -100,29 +100,39 @@ def test_who_dies_before_any_rank_watches_is_named_as_soon_as_the_launcher_ends_
     assert "rank 2 failed before its first op" in text and time.monotonic() - began_s < 25
 
 
-def _refused(*args: str, **env: str) -> tuple[int, dict[str, Any]]:
-    done = python("-m", "executor", *args, **env)
-    (found,) = objects(done.stdout)
-    return done.returncode, found["error"]
+WAYS = {"end(0)": 0, "end(4)": 4, "sys.exit(0)": -signal.SIGABRT}
 
 
-@pytest.mark.parametrize(("way", "code"), [("end(0)", 0), ("end(4)", 4), ("sys.exit(0)", -signal.SIGABRT)])
-def test_what_libraries_do_at_the_end_of_a_process_does_not_fail_a_run(way: str, code: int) -> None:
-    program = (
-        f"import atexit, os, sys; from executor.launch.torchrun import end; atexit.register(os.abort); print(7); {way}"
-    )
-    done = python("-c", program)
-    assert done.returncode == code and (done.stdout == "7\n" or way == "sys.exit(0)")
+@cache
+def _ended() -> dict[str, tuple[int, str]]:
+    begin = "import atexit, os, sys; from executor.launch.torchrun import end; atexit.register(os.abort); print(7); "
+    return dict(zip(WAYS, forked("import executor.launch.torchrun", *(begin + way for way in WAYS)), strict=True))
 
 
-def test_what_cannot_run_is_refused_before_anybody_meets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_libraries_do_at_the_end_of_a_process_does_not_fail_a_run(way: str) -> None:
+    code, said = _ended()[way]
+    assert code == WAYS[way] and (said == "7\n" or way == "sys.exit(0)")
+
+
+def test_what_cannot_run_is_refused_before_anybody_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*args: str, **env: str) -> tuple[int, dict[str, Any]]:
+        for variable, value in env.items():
+            monkeypatch.setenv(variable, value)
+        code = main([*args])
+        (found,) = objects(capsys.readouterr().out)
+        return code, found["error"]
+
     job = str(job_file(tmp_path))
-    code, error = _refused(job)
+    monkeypatch.setattr(torchrun, "joined", _raises(AssertionError("nobody is to be met")))
+    code, error = refused(job)
     assert (code, error["kind"]) == (2, "usage") and "torchrun" in error["suggestion"]
     somewhere = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    code, error = _refused(job, **somewhere)
+    code, error = refused(job, **somewhere)
     assert (code, error["key"]) == (2, "WORLD_SIZE") and "--nproc-per-node 2" in error["suggestion"]
-    code, error = _refused(job, "--digest", "no", **{**somewhere, "WORLD_SIZE": "2"})
+    code, error = refused(job, "--digest", "no", WORLD_SIZE="2")
     assert (code, error["kind"], error["key"]) == (3, "illegal_plan", "--digest")
 
 
