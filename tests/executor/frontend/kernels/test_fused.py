@@ -161,7 +161,7 @@ def _small(name: str) -> tuple[Mapping[str, PartMeasure], BuiltChunks]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"])
 @pytest.mark.parametrize("unit", ["l0", "head"])
 def test_bytes_are_those_of_inductor_s_kernels(name: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a fifth, where eager kernels move twice as many; the products' to the byte. Here it compiles for a CPU."""
