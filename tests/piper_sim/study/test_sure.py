@@ -31,17 +31,28 @@ def test_four_fifths_of_held_out_rows_lie_in_their_interval(of):
     assert held(asked, found, of, 0.3) < 0.6
 
 
+def bare(found):
+    """Without the job itself."""
+    return [[(x, w / (1 - 2 * f[0][1])) for x, w in f[1:-1]] for f in found]
+
+
 @pytest.mark.parametrize("apart", ["table", "publisher"])
-@pytest.mark.parametrize("of, lost", [("time", 0.0), ("memory", 0.01)])
-def test_so_do_those_of_a_table_and_of_a_publisher_that_nobody_has_seen(of, lost, apart):
+@pytest.mark.parametrize("of", ["time", "memory"])
+def test_so_do_those_of_a_table_and_of_a_publisher_that_nobody_has_seen(of, apart):
     rows = published(of)
-    found = [sure.weighted(r.traits, [o for o in rows if getattr(o, apart) != getattr(r, apart)], of) for r in rows]
+
+    def told(known):
+        far = ([o for o in known if getattr(o, apart) != getattr(r, apart)] for r in rows)
+        return [sure.weighted(r.traits, some, of) for r, some in zip(rows, far, strict=True)]
+
     # Nanotron's peaks are five times as far off as those of all five other tables, and nothing says so before.
-    share = held(rows, found, of)
+    share = held(rows, found := told(rows), of)
     assert 0.73 < share < 0.87
-    # Negative control: without the job itself they hold fewer (two of 561 times, five of 246 peaks).
-    bare = [[(x, w / (1 - 2 * f[0][1])) for x, w in f[1:-1]] for f in found]
-    assert held(rows, bare, of) < share - lost
+    # Negative controls: by tables instead of publishers they hold fewer times; without the job itself, fewer peaks.
+    if of == "memory":
+        assert held(rows, bare(found), of) < share - 0.01
+    elif apart == "table":
+        assert held(rows, told([structs.replace(o, publisher=o.table) for o in rows]), of) < share - 0.02
 
 
 def test_rows_unlike_the_job_count_less():
