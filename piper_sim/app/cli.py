@@ -9,10 +9,9 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ir.core.errors import ErrorKind, PiperError, nearest, printable, usage_error
 from piper_sim.app.ending import abandon, open_streams, told, unexpected, unwinding
@@ -22,24 +21,6 @@ if TYPE_CHECKING:
 
 _TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 COMMANDS: Mapping[str, str] = _TABLE["commands"]
-_FUNCTIONS = {
-    "demo": "piper_sim.app.commands.demo:main",
-    "schedule": "piper_sim.app.commands.schedule:main",
-    "simulate": "piper_sim.app.commands.simulate:main",
-    "compare": "piper_sim.app.commands.compare:main",
-    "explain": "piper_sim.app.commands.explain:main",
-    "doctor": "piper_sim.app.doctor.command:main",
-    "search": "piper_sim.app.search:main",
-    "plan": "piper_sim.app.commands.plan:main",
-    "sweep": "piper_sim.app.sweep:main",
-    "history": "piper_sim.app.logs:main",
-    "cluster": "piper_sim.app.cluster:main",
-    "import": "piper_sim.app.commands.launches:import_main",
-    "export": "piper_sim.app.commands.launches:export_main",
-    "run": "piper_sim.app.commands.run:main",
-    "validate": "piper_sim.app.commands.validate:main",
-    "calibrate": "piper_sim.app.commands.calibrate:main",
-}
 _TYPES: Mapping[str, Any] = {"int": int, "float": float}
 TORCH = ("run", "validate", "calibrate")
 _TOLD = {130: ("interrupted", "SIGINT"), 143: ("ended", "SIGTERM")}  # by exit code
@@ -189,8 +170,42 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
 def _imported(name: str) -> Callable[[argparse.Namespace], int]:
     """What it imports is heavy, so nothing is imported before it is asked for."""
-    module, _, function = _FUNCTIONS[name].partition(":")
-    return cast(Callable[[argparse.Namespace], int], getattr(import_module(module), function))
+    match name:
+        case "demo":
+            from piper_sim.app.commands.demo import main as command
+        case "schedule":
+            from piper_sim.app.commands.schedule import main as command
+        case "simulate":
+            from piper_sim.app.commands.simulate import main as command
+        case "compare":
+            from piper_sim.app.commands.compare import main as command
+        case "explain":
+            from piper_sim.app.commands.explain import main as command
+        case "doctor":
+            from piper_sim.app.doctor.command import main as command
+        case "search":
+            from piper_sim.app.search import main as command
+        case "plan":
+            from piper_sim.app.commands.plan import main as command
+        case "sweep":
+            from piper_sim.app.sweep import main as command
+        case "history":
+            from piper_sim.app.logs import main as command
+        case "cluster":
+            from piper_sim.app.cluster import main as command
+        case "import":
+            from piper_sim.app.commands.launches import import_main as command
+        case "export":
+            from piper_sim.app.commands.launches import export_main as command
+        case "run":
+            from piper_sim.app.commands.run import main as command
+        case "validate":
+            from piper_sim.app.commands.validate import main as command
+        case "calibrate":
+            from piper_sim.app.commands.calibrate import main as command
+        case _:
+            raise AssertionError(name)
+    return command
 
 
 def _has(module: str) -> bool:
