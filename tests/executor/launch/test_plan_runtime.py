@@ -188,7 +188,7 @@ def test_what_a_loop_may_not_do_is_refused_and_trains_nothing(
     looped: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     _, done = looped
-    assert done.returncode == 0 and done.stdout.split().count("told") == 2, done.stderr
+    assert done.returncode == 0 and done.stdout.count("told") == 2, done.stderr  # two ranks, maybe on one line
     assert "terminate called" not in done.stderr
 
 
