@@ -263,10 +263,12 @@ def shares_kv_heads(c: ModelConfig, tp: int) -> bool:
     features then, and gathers the others', as Megatron-Core does (transformer/attention.py).
 
     >>> from ir.workload import load_config
-    >>> [shares_kv_heads(load_config("llama3-8b"), tp) for tp in (8, 12, 16)]
-    [False, False, True]
+    >>> [shares_kv_heads(load_config("llama3-8b"), tp) for tp in (8, 12, 16, 24)]
+    [False, False, True, False]
     """
-    return not c.mla and not c.compressed and tp > c.kv_heads and tp % c.kv_heads == 0
+    if c.mla or c.compressed or c.heads % tp:  # what has no heads, a captured module or a recurrent one, shares none
+        return False
+    return tp > c.kv_heads and tp % c.kv_heads == 0
 
 
 def check_setting(config: ModelConfig, layout: PartLayout, shape: MicrobatchShape, ranks: int = 0) -> None:

@@ -16,6 +16,7 @@ from ir.job.model import read_model
 from ir.job.schema import BUCKET_MIB
 from ir.schedules.registry import NAMES, canonical, default_chunks, legal_chunks, order_depends_on_times
 from ir.workload.config.spec import ModelConfig
+from ir.workload.setting import shares_kv_heads
 
 Changes = Mapping[str, object]
 LONG = 8192  # tokens of a sequence that one rank of cp holds, by default
@@ -175,14 +176,17 @@ def _schedules(own: tuple[str, int], names: Sequence[object]) -> tuple[tuple[str
 
 
 def _defaults(job: Job, config: ModelConfig, gpus: int, per_node: int) -> dict[str, tuple[object, ...]]:
-    """What is tried where `[search]` says nothing: powers of two, the job's own value first."""
+    """What is tried where `[search]` says nothing: powers of two, the job's own value first.
+
+    Several ranks to a KV head are tried where they are listed: of what runs a plan, only Megatron-Core has them.
+    """
     p, s, m = job.parallel, job.schedule, job.model
     experts = config.moe.experts if config.moe is not None else 1
     most_ep = min(MOST_EP, experts, gpus)
     cheap = CHEAP if config.mla is not None else tuple(x for x in CHEAP if x != "up_projection")
     recompute = [s.recompute, "none", cheap, "full", *(["selective"] if m.attention == "unfused" else [])]
     found: dict[str, Sequence[object]] = {
-        "tp": [p.tp, *_powers(gpus, per_node)],
+        "tp": [p.tp, *(n for n in _powers(gpus, per_node) if not shares_kv_heads(config, n))],
         "cp": [p.cp, *_powers(gpus, max(1, m.seq_len // LONG))],
         "pp": [p.pp, *_powers(gpus, min(config.layers, gpus))],
         "ep": [p.ep, *(n for n in _powers(gpus, most_ep) if experts % n == 0 and n * 8 >= most_ep)],

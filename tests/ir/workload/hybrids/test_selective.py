@@ -8,7 +8,7 @@ from ir.core.ops import Pass
 from ir.workload import config_from, model_chunks
 from ir.workload.part import PartLayout
 from ir.workload.parts.kernels import flops
-from ir.workload.setting import MicrobatchShape, check_setting
+from ir.workload.setting import MicrobatchShape, check_setting, shares_kv_heads
 from tests.ir.workload.hybrids.test_halves import same
 from tests.ir.workload.models import FAMILIES, small, work
 from tests.refusals import refusal
@@ -41,6 +41,12 @@ def test_features_all_read_one_key_that_devices_add_up() -> None:
     assert sent[0] == ("all_reduce", selected) and not whole.inline
     across = [c.message.bytes for c in work(FALCON, 1, "mixer", PartLayout(cp=4)).inline]
     assert across == [2 * 1024 * 8192 * 2, 1024 * 8192 * 2] * 2
+
+
+def test_features_are_no_kv_head_that_ranks_share() -> None:
+    """Frameworks that share none are refused by that name; the config has one head and one KV head in place of none."""
+    assert (FALCON.heads, FALCON.kv_heads) == (1, 1)
+    assert not any(shares_kv_heads(FALCON, tp) for tp in (2, 4, 8))
 
 
 def test_what_is_convolved_and_step_sizes_are_made_again() -> None:

@@ -104,3 +104,11 @@ def test_another_recompute_says_that_the_job_s_layers_are_left_out() -> None:
         said = {k: v for k, v in (schedule | new).items() if v is not None}
         by_hand = load_job({"model": model, "parallel": {"pp": 2}, "schedule": said})
         assert predict(by_hand).iteration_s == p["iteration_s"]
+
+
+@pytest.mark.parametrize(("asked", "tried"), [({}, {1, 2, 4}), ({"tp": [4, 8]}, {4, 8})])
+def test_ranks_share_a_kv_head_only_where_they_are_listed(asked: dict[str, Any], tried: set[int]) -> None:
+    """Qwen3-30B has four: a plan of eight is predicted, and run by Megatron-Core alone."""
+    model, cluster = {"config": "qwen3-30b-a3b", "seq_len": 1024}, {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 8}
+    job = load_job({"model": model, "cluster": cluster, "schedule": {"global_batch": 16}, "search": asked})
+    assert set(JobSpace.of(job, hardware_of(job)).values["tp"]) == tried
